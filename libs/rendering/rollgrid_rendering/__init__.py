@@ -1,0 +1,1 @@
+"""Messages to token ids, history matching and bridges for rollgrid; transformers without torch."""

@@ -1,0 +1,1 @@
+"""Checkpoint manifests, validation and delta codecs for rollgrid; needs no torch."""

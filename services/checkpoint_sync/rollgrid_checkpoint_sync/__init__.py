@@ -1,0 +1,1 @@
+"""Control plane of weights: watches, verifies and plans versions for the fleet."""

@@ -1,0 +1,1 @@
+"""The only admission point of rollgrid: HTTP and queue doors, jobs out."""

@@ -1,0 +1,1 @@
+"""Scores finished samples; a verifier that fails gives a null reward with its status."""

@@ -1,0 +1,1 @@
+"""The ledger of rollgrid: folds events, closes groups, archives them as Parquet."""
