@@ -1,1 +1,1 @@
-"""Everything the rollgrid services share that touches the outside: bus, state, blobs, settings, telemetry."""
+"""What touches the outside and is shared by every service: NATS, KV, Redis, S3, lifecycle, health."""

@@ -1,0 +1,142 @@
+"""Who is there and what it may do: leases, control commands, questions to the ledger."""
+
+from __future__ import annotations
+
+import msgspec
+
+from .failures import ErrorInfo
+from .samples import SampleStatus
+
+
+class LoadedVersion(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """A checkpoint version a worker really runs; `policy_revision` is the `rg_policies` revision it observed."""
+
+    policy: str
+    tenant: str = "shared"
+    version: int
+    fingerprint: str | None = None
+    policy_revision: int = 0
+
+
+class WorkerState(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """Value of `rg_workers` under the worker id; renewed every `topology.WORKER_LEASE_S` / 3."""
+
+    worker: str
+    incarnation: str
+    pool: str
+    engine: str
+    device: str
+    region: str = "local"
+    dtype: str = ""
+    slots: int
+    busy: int = 0
+    max_model_len: int = 0
+    loaded: tuple[LoadedVersion, ...] = ()
+    draining: bool = False
+    quarantined: str | None = None
+    started_at: float = 0.0
+    renewed_at: float = 0.0
+    tokens_total: int = 0
+    samples_total: int = 0
+
+
+class LaneClaim(msgspec.Struct, frozen=True, kw_only=True):
+    """Value of `rg_lanes`: who drains a worker's private lane."""
+
+    lane: str
+    holder: str
+    incarnation: str
+    claimed_at: float
+
+
+class Suspect(msgspec.Struct, frozen=True, kw_only=True):
+    """Value of `rg_suspects` under a group id: the workers that began it and did not end it."""
+
+    group_id: str
+    starts: int
+    workers: tuple[str, ...]
+
+
+class IdempotencyRecord(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """Value of `rg_idem`: the body a client key stands for, and the batch it named."""
+
+    body_sha256: str
+    run: str
+    batch_id: str
+    key: str
+    groups: int
+    cursor: int
+    created_at: float
+
+
+class LedgerLease(msgspec.Struct, frozen=True, kw_only=True):
+    """Value of `rg_ledger` under `lease`: for liveness; safety is the compare-and-set close."""
+
+    epoch: int
+    holder: str
+    consumer: str
+    renewed_at: float
+
+
+class CancelWork(msgspec.Struct, frozen=True, kw_only=True, tag="cancel_work"):
+    """Control: abort generation for these groups; their outcome is already decided."""
+
+    group_ids: tuple[str, ...]
+
+
+class DrainWorker(msgspec.Struct, frozen=True, kw_only=True, tag="drain_worker"):
+    """Control: take no new work, finish what is held, then leave."""
+
+    deadline: float
+
+
+WorkerCommand = CancelWork | DrainWorker
+
+
+class LedgerQuery(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """Question on `rg.ledger.query`: by groups, or by batch.  `tenant` bounds what may be seen."""
+
+    group_ids: tuple[str, ...] = ()
+    batch_id: str | None = None
+    tenant: str | None = None
+
+
+class GroupStatus(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """`done` maps finished indexes to the RG_SAMPLES sequence of their winning event.
+
+    `closed_seq` is the RG_TRAJECTORIES sequence once closed, else 0; `known` is False for a
+    group the ledger has neither open nor closed.
+    """
+
+    group_id: str
+    known: bool = True
+    batch_id: str = ""
+    run: str = ""
+    n: int = 0
+    closed_seq: int = 0
+    done: dict[int, int] = {}
+
+
+class BatchStatus(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """Counts over the groups of one batch the ledger knows; `first_closed_seq` 0 = none yet."""
+
+    batch_id: str
+    run: str
+    tenant: str
+    groups: int
+    closed: int
+    samples: int
+    finished: int
+    counts: dict[SampleStatus, int]
+    open_groups: tuple[str, ...] = ()
+    last_closed_seq: int = 0
+
+
+class LedgerAnswer(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """Answer of the ledger within 1 s; `folded_to` is how far it has read RG_JOBS."""
+
+    epoch: int
+    folded_to: int = 0
+    groups: tuple[GroupStatus, ...] = ()
+    batch: BatchStatus | None = None
+    error: ErrorInfo | None = None

@@ -1,0 +1,197 @@
+"""Work on its way to the samplers: `SampleGroup` and what it carries."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+from .arrays import Floats, TokenIds
+from .scoring import ScorerSpec
+
+
+class Priority(StrEnum):
+    """Scheduling class of a job; a token of its subject."""
+
+    INTERACTIVE = "interactive"
+    NORMAL = "normal"
+    BULK = "bulk"
+
+
+class Purpose(StrEnum):
+    """What a grant allows to be done with a record."""
+
+    EXECUTE = "execute"
+    EVALUATE = "evaluate"
+    TRAIN = "train"
+    EXPORT = "export"
+    RETAIN = "retain"
+
+
+class Rights(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """Rights that travel with a job and its record; absent purposes are denied."""
+
+    purposes: tuple[Purpose, ...] = ()
+    grant_id: str | None = None
+
+
+class VersionRule(StrEnum):
+    LATEST = "latest"
+    EXACT = "exact_version"
+    MIN = "min_version"
+    MAX_STALENESS = "max_staleness"
+
+
+class WeightConstraint(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """Which checkpoint versions may serve the job; `value` is a version, or positions of staleness."""
+
+    rule: VersionRule = VersionRule.LATEST
+    value: int = 0
+
+
+class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """Sampling parameters under vLLM's names and defaults; `max_tokens` has none on purpose.
+
+    `seed` is the group's seed (each sample derives its own, `ids.sample_seed`); None = unseeded.
+    `logprobs` is the number of top alternatives to return beside the sampled token's own.
+    """
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    bad_words: tuple[str, ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    logit_bias: dict[str, float] = {}
+    logprobs: int = 0
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    structured_output: dict[str, Any] | None = None
+
+
+class ParsingSpec(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """How the sampler parses generated text (parsers by vLLM's names)."""
+
+    tool_parser: str | None = None
+    reasoning_parser: str | None = None
+    tools: tuple[dict[str, Any], ...] = ()
+    tool_choice: str | None = None
+
+
+class Session(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """The turn of a multi-turn episode that this job generates.
+
+    `turn` counts generations from 0; `node` is the parent node in the episode tree; `fence` is
+    the RG_JOBS sequence of the turn's first dispatch (0 = this message's own sequence).
+    """
+
+    session: str
+    turn: int = 0
+    node: str | None = None
+    fence: int = 0
+    worker: str | None = None
+    observation: TokenIds = TokenIds()
+    retain: bool = False
+
+
+class VersionSpan(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens [start, end) of one sample were computed by checkpoint `version`."""
+
+    version: int
+    start: int
+    end: int
+
+
+class Resume(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """Tokens already delivered for one sample; generation continues exactly behind them."""
+
+    index: int
+    token_ids: TokenIds = TokenIds()
+    logprobs: Floats = Floats()
+    spans: tuple[VersionSpan, ...] = ()
+
+
+class Reply(StrEnum):
+    """What the sampler sends to `rg.reply.<group>` while and after it works."""
+
+    NONE = "none"
+    RESULT = "result"
+    STREAM = "stream"
+
+
+class SampleGroup(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, tag="sample_group"):
+    """Command: sample `indexes` of one group.  ingest → samplers, and the ledger (which retains it).
+
+    A group of `n` samples may be split into `shards` jobs; each names its own `indexes`.
+    Times are UNIX seconds.  `task` is the caller's payload for scorers (answer, dataset, entry);
+    `metadata` is returned untouched.
+    """
+
+    tenant: str
+    run: str
+    batch_id: str
+    group_id: str
+    position: int = 0
+    n: int
+    indexes: tuple[int, ...]
+    shard: int = 0
+    shards: int = 1
+    policy: str
+    model: str = ""
+    pool: str
+    prompt_token_ids: TokenIds
+    prompt_text: str | None = None
+    messages: tuple[dict[str, Any], ...] | None = None
+    sampling: SamplingParams
+    weights: WeightConstraint = WeightConstraint()
+    resume_mode: str = "restart"
+    resume: tuple[Resume, ...] = ()
+    attempt: int = 1
+    cache_salt: str | None = None
+    parsing: ParsingSpec | None = None
+    session: Session | None = None
+    scorers: tuple[ScorerSpec, ...] = ()
+    task: dict[str, Any] = {}
+    metadata: dict[str, Any] = {}
+    rights: Rights = Rights()
+    engagement_id: str | None = None
+    priority: Priority = Priority.NORMAL
+    created_at: float
+    deadline: float
+    reply: Reply = Reply.NONE
+    traceparent: str | None = None
+
+
+class OpenEpisode(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, tag="open_episode"):
+    """Command only the ledger consumes: a group of `n` sessions is open until each has ended."""
+
+    tenant: str
+    run: str
+    batch_id: str
+    group_id: str
+    n: int
+    policy: str
+    sessions: tuple[str, ...] = ()
+    scorers: tuple[ScorerSpec, ...] = ()
+    task: dict[str, Any] = {}
+    metadata: dict[str, Any] = {}
+    rights: Rights = Rights()
+    engagement_id: str | None = None
+    reasoning_history: str = "keep"
+    created_at: float
+    deadline: float
+    traceparent: str | None = None
+
+
+Job = SampleGroup | OpenEpisode

@@ -1,0 +1,96 @@
+"""The terminal record: `GroupClosed`, appended exactly once per group to its run's subject."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+from .arrays import TokenIds
+from .failures import ErrorInfo
+from .jobs import Priority, Rights, SamplingParams, WeightConstraint
+from .samples import Sample, SampleStatus
+from .scoring import Score, ScorerSpec, ScoreStatus
+
+
+class CloseReason(StrEnum):
+    COMPLETE = "complete"
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+    REJECTED = "rejected"
+
+
+class Entry(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """Terminal entry of one sample: what was generated, and its scores.
+
+    `reward` is null unless every scorer asked for gave a number; null is never 0.  Turns of a
+    multi-turn sample are in `turns`, in order, each on its own branch `node`.
+    """
+
+    sample: Sample
+    reward: float | None = None
+    score_status: ScoreStatus | None = None
+    scores: tuple[Score, ...] = ()
+    turns: tuple[Sample, ...] = ()
+    engine: str = ""
+
+
+class GroupClosed(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, tag="group_closed"):
+    """Event: the group has ended; `entries` has exactly `n` items, ordered by index.
+
+    ledger → trainers, archiver.  The message's stream sequence is the cursor of every reader.
+    """
+
+    tenant: str
+    run: str
+    batch_id: str
+    group_id: str
+    position: int = 0
+    n: int
+    policy: str
+    model: str = ""
+    pool: str = ""
+    reason: CloseReason
+    prompt_token_ids: TokenIds = TokenIds()
+    prompt_text: str | None = None
+    messages: tuple[dict[str, Any], ...] | None = None
+    sampling: SamplingParams | None = None
+    weights: WeightConstraint = WeightConstraint()
+    logprobs_mode: str = "processed_logprobs"
+    scorers: tuple[ScorerSpec, ...] = ()
+    reward_formula: str | None = None
+    task: dict[str, Any] = {}
+    metadata: dict[str, Any] = {}
+    rights: Rights = Rights()
+    engagement_id: str | None = None
+    priority: Priority = Priority.NORMAL
+    created_at: float
+    closed_at: float
+    deadline: float = 0.0
+    job_seqs: tuple[int, ...] = ()
+    ledger_epoch: int = 0
+    error: ErrorInfo | None = None
+    entries: tuple[Entry, ...]
+    traceparent: str | None = None
+
+
+class Superseded(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, tag="superseded"):
+    """A finish that lost: later in stream order than the winner, or behind a newer fence."""
+
+    tenant: str
+    run: str
+    group_id: str
+    index: int
+    turn: int
+    attempt: int
+    finished_seq: int
+    worker: str
+    why: str
+
+
+def count_statuses(entries: tuple[Entry, ...]) -> dict[SampleStatus, int]:
+    counts = dict.fromkeys(SampleStatus, 0)
+    for entry in entries:
+        counts[entry.sample.status] += 1
+    return counts
