@@ -1,0 +1,67 @@
+# rollgrid: every command a person or a machine needs.  `make` prints them.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+VENV ?= .venv
+ROLLGRID_ENGINE ?= cpu
+export VENV ROLLGRID_ENGINE
+BIN := $(VENV)/bin
+ARGS ?=
+
+.PHONY: help setup check lint-fix test test-fast models demo up down train bench chaos lock clean
+
+help: ## print this
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@echo
+	@echo "  VENV=<folder>                    another place for the environment (now $(VENV))"
+	@echo "  ROLLGRID_ENGINE=cpu|cuda|none    the engine to install (now $(ROLLGRID_ENGINE))"
+	@echo "  ARGS='...'                       passed on, e.g. make test-fast ARGS='-k ledger'"
+
+setup: ## make the environment from the lock (needs Python 3.11; may use apt and says so)
+	@scripts/setup.sh
+
+check: setup ## lint, format, strict types, import rules, lock in step
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/python scripts/lock.py check
+
+lint-fix: setup ## let ruff repair what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+models: setup ## prepare the small models that the demo and the tests use (cached)
+	$(BIN)/rollgrid models prepare
+
+test: models ## every test, those on the real engine and real servers included
+	$(BIN)/pytest $(ARGS)
+
+test-fast: setup ## the tests without the engine and without the slow ones
+	$(BIN)/pytest -m "not vllm and not chaos and not slow and not power" $(ARGS)
+
+demo: setup ## one command from nothing to real rollouts
+	$(BIN)/rollgrid demo $(ARGS)
+
+up: setup ## start the stack on this machine and stay in front
+	$(BIN)/rollgrid up $(ARGS)
+
+down: ## stop the stack
+	$(BIN)/rollgrid down $(ARGS)
+
+train: models ## the sixty-line GRPO loop on the tiny model
+	$(BIN)/python examples/grpo_minimal.py $(ARGS)
+
+bench: setup ## durable end-to-end throughput with the scripted engine, and where the time goes
+	$(BIN)/python -m benchmarks $(ARGS)
+
+chaos: models ## the long kill storm; prints its seeds
+	ROLLGRID_CHAOS=long $(BIN)/pytest tests/chaos -m chaos --timeout=3600 $(ARGS)
+
+lock: setup ## resolve the dependencies again (ARGS=--upgrade takes the newest)
+	$(BIN)/python scripts/lock.py write $(ARGS)
+
+clean: ## remove caches; the environment and the state of the stack stay
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build dist
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""Tests of rollgrid; see AGENTS.md for what runs when."""
