@@ -1,0 +1,1 @@
+"""Programs to copy; each runs as it is."""

@@ -1,0 +1,1 @@
+"""Tools of the workspace: set-up, lock, import rules."""
