@@ -1,0 +1,1 @@
+"""What tests share: real servers as processes, and the services run against them."""

@@ -1,0 +1,164 @@
+"""One child process of a test: started, watched, paused, killed and restarted by its own pid."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import random
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Self
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_PR_SET_PDEATHSIG = 1
+_PORTS = random.SystemRandom()
+_taken: set[int] = set()
+
+
+class ProcessDied(RuntimeError):
+    """The process ended although nobody stopped it; the message carries the end of its log."""
+
+
+def free_port() -> int:
+    """A port nobody listens on, below the kernel's range for outgoing connections."""
+    for _ in range(200):
+        port = _PORTS.randrange(15000, 31000)
+        if port in _taken:
+            continue
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        _taken.add(port)
+        return port
+    raise RuntimeError("no free port found in 15000-31000")
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float, what: str, every_s: float = 0.02) -> None:
+    """Poll `condition`; raises TimeoutError naming `what`."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what}: not within {timeout_s} s")
+        time.sleep(every_s)
+
+
+def _die_with_parent() -> None:
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+class Process:
+    """A child in its own process group.  It dies with the test process even when that is killed.
+
+    Start it from the main thread only: the kernel ends it when the thread that started it ends.
+    """
+
+    def __init__(self, name: str, argv: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> None:
+        self.name, self.argv, self.log = name, list(argv), log
+        self.environment = dict(env) if env is not None else None
+        self.starts = 0
+        self._child: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        if self._child is None:
+            raise RuntimeError(f"{self.name} was not started")
+        return self._child.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return None if self._child is None else self._child.poll()
+
+    @property
+    def running(self) -> bool:
+        return self._child is not None and self._child.poll() is None
+
+    def start(self) -> Self:
+        if self.running:
+            raise RuntimeError(f"{self.name} runs already")
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as out:
+            self._child = subprocess.Popen(
+                self.argv,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=self.environment,
+                start_new_session=True,
+                preexec_fn=_die_with_parent,  # noqa: PLW1509 - calls prctl and nothing else
+            )
+        self.starts += 1
+        return self
+
+    def wait_ready(self, timeout_s: float) -> Self:
+        """Wait until `is_ready`; raises ProcessDied or TimeoutError with the end of the log."""
+        deadline = time.monotonic() + timeout_s
+        while not self.is_ready():
+            if not self.running:
+                raise ProcessDied(f"{self.name} ended with {self.returncode}\n{self.log_tail()}")
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{self.name} not ready within {timeout_s} s\n{self.log_tail()}")
+            time.sleep(0.005)
+        return self
+
+    def is_ready(self) -> bool:
+        return self.running
+
+    def send(self, number: signal.Signals) -> None:
+        """Signal the whole group; a group that is gone is not an error."""
+        if self._child is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._child.pid, number)
+
+    def kill(self) -> None:
+        """SIGKILL to the whole group, and reap."""
+        self.send(signal.SIGKILL)
+        if self._child is not None:
+            self._child.wait(10)
+
+    def pause(self) -> None:
+        self.send(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self.send(signal.SIGCONT)
+
+    def stop(self, timeout_s: float = 20.0) -> int:
+        """SIGTERM to the leader, SIGKILL to what is left after `timeout_s`; the exit code."""
+        if self._child is None:
+            return 0
+        if self.running:
+            self.resume()
+            self._child.terminate()
+            try:
+                self._child.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                pass
+        self.kill()
+        return self._child.wait(10)
+
+    def restart(self, timeout_s: float = 15.0) -> Self:
+        """SIGKILL, start again under the same arguments, wait until ready."""
+        self.kill()
+        return self.start().wait_ready(timeout_s)
+
+    def log_tail(self, lines: int = 40) -> str:
+        if not self.log.exists():
+            return f"({self.log} is missing)"
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    def rss_bytes(self) -> int:
+        """Resident memory of the leader."""
+        pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
