@@ -1,0 +1,87 @@
+"""What ingest's rollout routes answer.  Fields unknown to this version are ignored."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from rollgrid_contracts.fleet import WorkerState
+from rollgrid_contracts.trajectories import GroupClosed
+
+
+class Model(msgspec.Struct, frozen=True, kw_only=True):
+    """One served model, as in `GET /v1/models`."""
+
+    id: str
+    owned_by: str = ""
+    max_model_len: int | None = None
+    root: str | None = None
+
+
+class ModelList(msgspec.Struct, frozen=True, kw_only=True):
+    data: tuple[Model, ...]
+
+
+class Accepted(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer of `POST /v1/rollouts`: durably accepted.  Read results after `cursor`."""
+
+    batch_id: str
+    run: str
+    cursor: int = 0
+    group_ids: tuple[str, ...] = ()
+    n: int = 0
+    deadline: float = 0.0
+
+
+class BatchProgress(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a batch stands.  `counts` are ended samples by status, `finished` those generated so far."""
+
+    batch_id: str
+    run: str = ""
+    groups: int = 0
+    closed: int = 0
+    samples: int = 0
+    finished: int = 0
+    counts: dict[str, int] = {}
+    done: bool = False
+    deadline: float = 0.0
+
+
+class PageItem(msgspec.Struct, frozen=True, kw_only=True):
+    cursor: int
+    group: GroupClosed
+
+
+class Page(msgspec.Struct, frozen=True, kw_only=True):
+    """Groups that closed after the asked cursor, oldest first.
+
+    `cursor` is where to go on; `done` says that nothing will ever follow (a batch whose groups have
+    all been read).
+    """
+
+    groups: tuple[PageItem, ...] = ()
+    cursor: int = 0
+    done: bool = False
+
+
+class Policy(msgspec.Struct, frozen=True, kw_only=True):
+    """A policy: which version should run (`desired`), the newest published, and what workers run."""
+
+    policy: str
+    tenant: str = "shared"
+    desired: int = 0
+    newest: int = 0
+    history: tuple[int, ...] = (0,)
+    pool: str = ""
+    base: str = ""
+    dtype: str = ""
+    max_model_len: int = 0
+    vocab_size: int = 0
+    eos_token_ids: tuple[int, ...] = ()
+    aliases: tuple[str, ...] = ()
+    workers: tuple[WorkerState, ...] = ()
+
+
+class Fleet(msgspec.Struct, frozen=True, kw_only=True):
+    workers: tuple[WorkerState, ...] = ()
+    queues: dict[str, Any] = {}

@@ -1,0 +1,164 @@
+"""The asyncio client: the names and meanings of `client`, awaited."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import AsyncGenerator, Iterable, Mapping
+from types import TracebackType
+from typing import Any
+
+from rollgrid_contracts.jobs import SamplingParams, WeightConstraint
+
+from . import calls
+from .answers import Accepted, BatchProgress, Fleet, Model, Policy
+from .client import iteration_timeout
+from .cursor import CursorFile
+from .discovery import resolve
+from .following import Reader
+from .results import Group
+from .tasks import ScorerLike, TaskLike, submission
+from .transport import AsyncTransport, Retries
+from .weights import AsyncWeights
+
+
+class AsyncBatch:
+    """As `Batch`."""
+
+    def __init__(self, transport: AsyncTransport, accepted: Accepted) -> None:
+        self._transport = transport
+        self._accepted = accepted
+
+    @property
+    def batch_id(self) -> str:
+        return self._accepted.batch_id
+
+    @property
+    def run(self) -> str:
+        return self._accepted.run
+
+    @property
+    def cursor(self) -> int:
+        """Where reading begins: every group of the batch closes behind it."""
+        return self._accepted.cursor
+
+    @property
+    def group_ids(self) -> tuple[str, ...]:
+        """Group ids in the order of the tasks."""
+        return self._accepted.group_ids
+
+    def groups(
+        self, *, cursor: int | CursorFile | None = None, timeout: float | None = None
+    ) -> AsyncGenerator[Group, None]:
+        """As `Batch.groups`, for `async for`."""
+        reader = Reader(
+            functools.partial(calls.batch_page, self.batch_id),
+            scope=f"batch:{self.batch_id}",
+            cursor=self.cursor if cursor is None else cursor,
+            timeout_s=iteration_timeout(self._accepted, timeout),
+        )
+        return _read(self._transport, reader)
+
+    async def status(self) -> BatchProgress:
+        return await self._transport.send(calls.batch_status(self.batch_id))
+
+    async def cancel(self) -> None:
+        """End what has not ended; those samples close as `cancelled`.  Safe to repeat."""
+        await self._transport.send(calls.cancel(self.batch_id))
+
+    def __repr__(self) -> str:
+        return f"AsyncBatch({self.batch_id!r}, run={self.run!r}, groups={len(self.group_ids)})"
+
+
+async def _read(transport: AsyncTransport, reader: Reader) -> AsyncGenerator[Group, None]:
+    budget_s = transport.retries.outage_budget_s
+    try:
+        while not reader.done:
+            page = await transport.send(reader.next_call(), budget_s=budget_s, deadline=reader.deadline)
+            for group in reader.accept(page):
+                yield group
+                if reader.durable:
+                    await asyncio.to_thread(reader.consumed, group)
+    finally:
+        reader.close()
+
+
+class AsyncClient:
+    """A connection to one rollgrid for one event loop; arguments and exceptions as `Client`."""
+
+    def __init__(
+        self, base_url: str | None = None, api_key: str | None = None, *, retries: Retries | None = None
+    ) -> None:
+        self._transport = AsyncTransport(resolve(base_url, api_key), retries or Retries())
+        self.weights = AsyncWeights(self._transport)
+
+    @property
+    def base_url(self) -> str:
+        return self._transport.endpoint.url
+
+    async def models(self) -> tuple[Model, ...]:
+        return (await self._transport.send(calls.models())).data
+
+    async def submit(
+        self,
+        tasks: Iterable[TaskLike],
+        *,
+        n: int = 1,
+        sampling: Mapping[str, Any] | SamplingParams,
+        scorers: Iterable[ScorerLike] = (),
+        run: str = "default",
+        policy: str | None = None,
+        deadline_s: float | None = None,
+        priority: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        weights: WeightConstraint | Mapping[str, Any] | None = None,
+        reward_formula: str | None = None,
+        idempotency_key: str | None = None,
+    ) -> AsyncBatch:
+        """As `Client.submit`."""
+        body = submission(
+            tasks, n=n, sampling=sampling, scorers=scorers, run=run, policy=policy, deadline_s=deadline_s,
+            priority=priority, metadata=metadata, weights=weights, reward_formula=reward_formula,
+        )  # fmt: skip
+        return AsyncBatch(self._transport, await self._transport.send(calls.submit(body, idempotency_key)))
+
+    async def batch(self, batch_id: str, *, cursor: int = 0) -> AsyncBatch:
+        """As `Client.batch`."""
+        known = await self._transport.send(calls.batch_status(batch_id))
+        accepted = Accepted(batch_id=batch_id, run=known.run, cursor=cursor, deadline=known.deadline)
+        return AsyncBatch(self._transport, accepted)
+
+    def trajectories(
+        self, run: str, *, cursor: int | CursorFile = 0, follow: bool = True, timeout: float | None = None
+    ) -> AsyncGenerator[Group, None]:
+        """As `Client.trajectories`, for `async for`."""
+        reader = Reader(
+            functools.partial(calls.run_page, run), scope=f"run:{run}", cursor=cursor, follow=follow, timeout_s=timeout
+        )
+        return _read(self._transport, reader)
+
+    async def group(self, group_id: str) -> Group:
+        """One closed group; raises NotFound while it is open."""
+        item = await self._transport.send(calls.group(group_id))
+        return Group(item.group, item.cursor)
+
+    async def policies(self) -> tuple[Policy, ...]:
+        return await self._transport.send(calls.policies())
+
+    async def policy(self, name: str) -> Policy:
+        return await self._transport.send(calls.policy(name))
+
+    async def fleet(self) -> Fleet:
+        """The workers that are there now, and what they run."""
+        return await self._transport.send(calls.fleet())
+
+    async def close(self) -> None:
+        await self._transport.close()
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()

@@ -1,0 +1,112 @@
+"""Every route this SDK uses, as data: the one place that knows paths and how answers are read."""
+
+from __future__ import annotations
+
+import pathlib
+import urllib.parse
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import msgspec
+from rollgrid_contracts import codec, ids
+
+from .answers import Accepted, BatchProgress, Fleet, ModelList, Page, PageItem, Policy
+from .errors import ServerError
+from .transport import Call
+
+T = TypeVar("T")
+
+PAGE_LIMIT = 64
+"""Groups per page: a group of 8 samples x 1,000 tokens is 64 kB."""
+
+
+def _reader(kind: type[T]) -> Callable[[bytes, str], T]:
+    def parse(body: bytes, content_type: str) -> T:
+        if content_type not in (codec.MSGPACK, codec.JSON):
+            raise _unreadable(f"content type {content_type}")
+        try:
+            return codec.decode(body, kind, content_type)
+        except msgspec.DecodeError as error:
+            raise _unreadable(str(error)) from error
+
+    return parse
+
+
+def _unreadable(why: str) -> ServerError:
+    return ServerError(
+        f"an answer this SDK cannot read ({why}): is that a rollgrid of this version?", code="internal", status=200
+    )
+
+
+def _ignore(_body: bytes, _content_type: str) -> None:
+    return None
+
+
+def _segment(text: str) -> str:
+    return urllib.parse.quote(text, safe="")
+
+
+def models() -> Call[ModelList]:
+    return Call("GET", "/v1/models", _reader(ModelList))
+
+
+def submit(body: bytes, idempotency_key: str | None) -> Call[Accepted]:
+    """The key makes a retry safe: the same key and body are the same batch."""
+    headers = {"content-type": codec.JSON, "idempotency-key": idempotency_key or ids.new_key()}
+    return Call("POST", "/v1/rollouts", _reader(Accepted), body=body, headers=headers, read_timeout_s=60.0)
+
+
+def batch_status(batch_id: str) -> Call[BatchProgress]:
+    return Call("GET", f"/v1/rollouts/{_segment(batch_id)}", _reader(BatchProgress))
+
+
+def cancel(batch_id: str) -> Call[None]:
+    return Call("POST", f"/v1/rollouts/{_segment(batch_id)}/cancel", _ignore)
+
+
+def batch_page(batch_id: str, cursor: int, wait_s: float, read_timeout_s: float) -> Call[Page]:
+    path = f"/v1/rollouts/{_segment(batch_id)}/groups"
+    return _page(path, cursor, wait_s, read_timeout_s)
+
+
+def run_page(run: str, cursor: int, wait_s: float, read_timeout_s: float) -> Call[Page]:
+    path = f"/v1/runs/{_segment(run)}/trajectories"
+    return _page(path, cursor, wait_s, read_timeout_s)
+
+
+def _page(path: str, cursor: int, wait_s: float, read_timeout_s: float) -> Call[Page]:
+    params: dict[str, str | int | float] = {"cursor": cursor, "limit": PAGE_LIMIT, "wait_s": round(wait_s, 3)}
+    return Call("GET", path, _reader(Page), params=params, read_timeout_s=read_timeout_s)
+
+
+def group(group_id: str) -> Call[PageItem]:
+    return Call("GET", f"/v1/groups/{_segment(group_id)}", _reader(PageItem))
+
+
+def policies() -> Call[tuple[Policy, ...]]:
+    listed = _reader(PolicyList)
+    return Call("GET", "/v1/policies", lambda body, kind: listed(body, kind).data)
+
+
+class PolicyList(msgspec.Struct, frozen=True, kw_only=True):
+    data: tuple[Policy, ...]
+
+
+def policy(name: str) -> Call[Policy]:
+    return Call("GET", f"/v1/policies/{_segment(name)}", _reader(Policy))
+
+
+def fleet() -> Call[Fleet]:
+    return Call("GET", "/v1/fleet", _reader(Fleet))
+
+
+def put_file(policy: str, version: int, path: pathlib.Path) -> Call[None]:
+    route = f"/v1/policies/{_segment(policy)}/versions/{version}/files/{_segment(path.name)}"
+    headers = {"content-type": "application/octet-stream", "content-length": str(path.stat().st_size)}
+    return Call("PUT", route, _ignore, body=path, headers=headers, read_timeout_s=300.0)
+
+
+def commit_version(policy: str, version: int, facts: dict[str, Any]) -> Call[None]:
+    route = f"/v1/policies/{_segment(policy)}/versions/{version}/commit"
+    headers = {"content-type": codec.JSON}
+    return Call("POST", route, _ignore, body=msgspec.json.encode(facts), headers=headers, read_timeout_s=300.0)

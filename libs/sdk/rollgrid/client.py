@@ -1,0 +1,201 @@
+"""The blocking client; `async_client` is its twin for asyncio."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Generator, Iterable, Mapping
+from types import TracebackType
+from typing import Any
+
+from rollgrid_contracts.jobs import SamplingParams, WeightConstraint
+
+from . import calls
+from .answers import Accepted, BatchProgress, Fleet, Model, Policy
+from .cursor import CursorFile
+from .discovery import resolve
+from .following import Reader
+from .results import Group
+from .tasks import ScorerLike, TaskLike, submission
+from .transport import Retries, SyncTransport
+from .weights import Weights
+
+CLOSE_GRACE_S = 120.0
+"""How long after a batch's deadline its last groups may take to be closed and read."""
+
+
+def iteration_timeout(accepted: Accepted, timeout: float | None) -> float | None:
+    """The caller's bound, else what is left until the batch's deadline plus a grace (None if unknown)."""
+    if timeout is not None or not accepted.deadline:
+        return timeout
+    return max(0.0, accepted.deadline - time.time()) + CLOSE_GRACE_S
+
+
+class Batch:
+    """A submitted batch.  It is durable: this handle may be dropped and made again with `Client.batch`."""
+
+    def __init__(self, transport: SyncTransport, accepted: Accepted) -> None:
+        self._transport = transport
+        self._accepted = accepted
+
+    @property
+    def batch_id(self) -> str:
+        return self._accepted.batch_id
+
+    @property
+    def run(self) -> str:
+        return self._accepted.run
+
+    @property
+    def cursor(self) -> int:
+        """Where reading begins: every group of the batch closes behind it."""
+        return self._accepted.cursor
+
+    @property
+    def group_ids(self) -> tuple[str, ...]:
+        """Group ids in the order of the tasks."""
+        return self._accepted.group_ids
+
+    def groups(
+        self, *, cursor: int | CursorFile | None = None, timeout: float | None = None
+    ) -> Generator[Group, None, None]:
+        """Groups as they finish, until the batch is complete.
+
+        Reconnects by itself and goes on where it was; each group comes once per iterator.  With a
+        `CursorFile` (or a stored `group.cursor`) a new process goes on where the old one stopped, at
+        least once: the group that was in hand at a crash comes again.
+
+        Raises:
+            DeadlineExceeded: `timeout` seconds are over (default: the batch's deadline plus two minutes).
+            Unreachable: no answer for `Retries.outage_budget_s`.
+        """
+        reader = Reader(
+            functools.partial(calls.batch_page, self.batch_id),
+            scope=f"batch:{self.batch_id}",
+            cursor=self.cursor if cursor is None else cursor,
+            timeout_s=iteration_timeout(self._accepted, timeout),
+        )
+        return _read(self._transport, reader)
+
+    def status(self) -> BatchProgress:
+        return self._transport.send(calls.batch_status(self.batch_id))
+
+    def cancel(self) -> None:
+        """End what has not ended; those samples close as `cancelled`.  Safe to repeat."""
+        self._transport.send(calls.cancel(self.batch_id))
+
+    def __repr__(self) -> str:
+        return f"Batch({self.batch_id!r}, run={self.run!r}, groups={len(self.group_ids)})"
+
+
+def _read(transport: SyncTransport, reader: Reader) -> Generator[Group, None, None]:
+    budget_s = transport.retries.outage_budget_s
+    try:
+        while not reader.done:
+            page = transport.send(reader.next_call(), budget_s=budget_s, deadline=reader.deadline)
+            for group in reader.accept(page):
+                yield group
+                reader.consumed(group)
+    finally:
+        reader.close()
+
+
+class Client:
+    """A connection to one rollgrid; share it between threads, close it at the end.
+
+    `base_url` and `api_key` default to $ROLLGRID_URL and $ROLLGRID_API_KEY, else to the stack that
+    `rollgrid up` runs on this machine.
+
+    Raises (every method): `RollgridAPIError` when the server refuses, `Unreachable` when it cannot be
+    reached within `retries.budget_s`.
+    """
+
+    def __init__(
+        self, base_url: str | None = None, api_key: str | None = None, *, retries: Retries | None = None
+    ) -> None:
+        self._transport = SyncTransport(resolve(base_url, api_key), retries or Retries())
+        self.weights = Weights(self._transport)
+
+    @property
+    def base_url(self) -> str:
+        return self._transport.endpoint.url
+
+    def models(self) -> tuple[Model, ...]:
+        return self._transport.send(calls.models()).data
+
+    def submit(
+        self,
+        tasks: Iterable[TaskLike],
+        *,
+        n: int = 1,
+        sampling: Mapping[str, Any] | SamplingParams,
+        scorers: Iterable[ScorerLike] = (),
+        run: str = "default",
+        policy: str | None = None,
+        deadline_s: float | None = None,
+        priority: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        weights: WeightConstraint | Mapping[str, Any] | None = None,
+        reward_formula: str | None = None,
+        idempotency_key: str | None = None,
+    ) -> Batch:
+        """Submit a batch of tasks, `n` samples each; returns once it is durably accepted.
+
+        `sampling` takes vLLM's names and must say `max_tokens`.  `deadline_s` seconds from now whatever
+        is missing closes as `expired`.  `policy` may be left out where one is served only.
+
+        A submission is sent with an idempotency key, a random one unless given, so a retry never
+        duplicates it; give one that your trainer can make again (step, batch number) and a restarted
+        trainer gets the same batch back instead of a second one.
+        """
+        body = submission(
+            tasks, n=n, sampling=sampling, scorers=scorers, run=run, policy=policy, deadline_s=deadline_s,
+            priority=priority, metadata=metadata, weights=weights, reward_formula=reward_formula,
+        )  # fmt: skip
+        return Batch(self._transport, self._transport.send(calls.submit(body, idempotency_key)))
+
+    def batch(self, batch_id: str, *, cursor: int = 0) -> Batch:
+        """The handle of a batch submitted before, perhaps by another process; asks the server for it."""
+        known = self._transport.send(calls.batch_status(batch_id))
+        return Batch(
+            self._transport, Accepted(batch_id=batch_id, run=known.run, cursor=cursor, deadline=known.deadline)
+        )
+
+    def trajectories(
+        self, run: str, *, cursor: int | CursorFile = 0, follow: bool = True, timeout: float | None = None
+    ) -> Generator[Group, None, None]:
+        """Every closed group of `run` behind `cursor`, oldest first; resumes as `Batch.groups` does.
+
+        With `follow` it waits for more until `timeout` (then DeadlineExceeded; None: for ever), without
+        it ends when everything there is has been read.
+        """
+        reader = Reader(
+            functools.partial(calls.run_page, run), scope=f"run:{run}", cursor=cursor, follow=follow, timeout_s=timeout
+        )
+        return _read(self._transport, reader)
+
+    def group(self, group_id: str) -> Group:
+        """One closed group; raises NotFound while it is open."""
+        item = self._transport.send(calls.group(group_id))
+        return Group(item.group, item.cursor)
+
+    def policies(self) -> tuple[Policy, ...]:
+        return self._transport.send(calls.policies())
+
+    def policy(self, name: str) -> Policy:
+        return self._transport.send(calls.policy(name))
+
+    def fleet(self) -> Fleet:
+        """The workers that are there now, and what they run."""
+        return self._transport.send(calls.fleet())
+
+    def close(self) -> None:
+        self._transport.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,105 @@
+"""Groups to files: JSON lines (lossless, one group a line) and Parquet (one row per sample)."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from .results import Group, Sample
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+def to_jsonl(groups: Iterable[Group], path: str | os.PathLike[str]) -> int:
+    """Write one JSON object per group (`Group.to_dict`); returns how many."""
+    count = 0
+    with open(path, "wb") as file:
+        for group in groups:
+            file.write(msgspec.json.encode(group.to_dict()) + b"\n")
+            count += 1
+    return count
+
+
+def from_jsonl(path: str | os.PathLike[str]) -> Iterator[Group]:
+    """Read what `to_jsonl` wrote."""
+    with open(path, "rb") as file:
+        for line in file:
+            if line.strip():
+                yield Group.from_dict(json.loads(line))
+
+
+def sample_row(group: Group, sample: Sample) -> dict[str, Any]:
+    """One flat row; `task`, `metadata`, `scores` and `sampling` as JSON text, so that schemas never clash."""
+    record = group.closed
+    return {
+        "tenant": record.tenant,
+        "run": record.run,
+        "batch_id": record.batch_id,
+        "group_id": record.group_id,
+        "position": record.position,
+        "cursor": group.cursor,
+        "policy": record.policy,
+        "index": sample.index,
+        "status": sample.status.value,
+        "finish_reason": None if sample.finish_reason is None else sample.finish_reason.value,
+        "reward": sample.reward,
+        "score_status": None if sample.score_status is None else sample.score_status.value,
+        "prompt_token_ids": group.prompt_ids,
+        "token_ids": sample.token_ids,
+        "logprobs": sample.logprobs,
+        "text": sample.text,
+        "prompt_text": record.prompt_text,
+        "version_spans": [{"version": s.version, "start": s.start, "end": s.end} for s in sample.spans],
+        "weight_fingerprint": sample.record.weight_fingerprint,
+        "seed": sample.record.seed,
+        "error_code": None if sample.error is None else sample.error.code.value,
+        "error_message": None if sample.error is None else sample.error.message,
+        "scores": msgspec.json.encode(sample.scores).decode(),
+        "task": msgspec.json.encode(record.task).decode(),
+        "metadata": msgspec.json.encode(record.metadata).decode(),
+        "sampling": msgspec.json.encode(record.sampling).decode(),
+        "created_at": record.created_at,
+        "closed_at": record.closed_at,
+    }
+
+
+def _schema() -> pa.Schema:
+    import pyarrow as pa
+
+    span = pa.struct([("version", pa.int64()), ("start", pa.int64()), ("end", pa.int64())])
+    text, real, whole = pa.string(), pa.float64(), pa.int64()
+    columns: Sequence[tuple[str, pa.DataType]] = (
+        ("tenant", text), ("run", text), ("batch_id", text), ("group_id", text), ("position", whole),
+        ("cursor", whole), ("policy", text), ("index", whole), ("status", text), ("finish_reason", text),
+        ("reward", real), ("score_status", text), ("prompt_token_ids", pa.list_(pa.uint32())),
+        ("token_ids", pa.list_(pa.uint32())), ("logprobs", pa.list_(pa.float32())), ("text", text),
+        ("prompt_text", text), ("version_spans", pa.list_(span)), ("weight_fingerprint", text), ("seed", whole),
+        ("error_code", text), ("error_message", text), ("scores", text), ("task", text), ("metadata", text),
+        ("sampling", text), ("created_at", real), ("closed_at", real),
+    )  # fmt: skip
+    return pa.schema(list(columns))
+
+
+def to_parquet(groups: Iterable[Group], path: str | os.PathLike[str], *, rows_per_group: int = 4096) -> int:
+    """Write one row per sample (`sample_row`), streaming; returns how many rows.  Needs pyarrow."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    schema = _schema()
+    rows: list[dict[str, Any]] = []
+    count = 0
+    with pq.ParquetWriter(os.fspath(path), schema, compression="zstd") as writer:
+        for group in groups:
+            rows.extend(sample_row(group, sample) for sample in group.samples)
+            if len(rows) >= rows_per_group:
+                writer.write_table(pa.Table.from_pylist(rows, schema=schema))
+                count += len(rows)
+                rows.clear()
+        if rows:
+            writer.write_table(pa.Table.from_pylist(rows, schema=schema))
+    return count + len(rows)

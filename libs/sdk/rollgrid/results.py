@@ -1,0 +1,200 @@
+"""Finished groups as a trainer sees them: thin, zero-copy views over `GroupClosed`."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from rollgrid_contracts import codec
+from rollgrid_contracts.arrays import Floats, TokenIds
+from rollgrid_contracts.failures import ErrorInfo
+from rollgrid_contracts.jobs import VersionSpan
+from rollgrid_contracts.samples import FinishReason, SampleStatus
+from rollgrid_contracts.samples import Sample as SampleRecord
+from rollgrid_contracts.scoring import Score, ScoreStatus
+from rollgrid_contracts.trajectories import CloseReason, Entry, GroupClosed
+
+Ids = npt.NDArray[np.uint32]
+Logprobs = npt.NDArray[np.float32]
+
+
+def _ids(packed: TokenIds) -> Ids:
+    return np.frombuffer(packed.packed, dtype="<u4")
+
+
+def _floats(packed: Floats) -> Logprobs:
+    return np.frombuffer(packed.packed, dtype="<f4")
+
+
+class Sample:
+    """One member of a group, ended.  Arrays are read-only views of the received bytes.
+
+    `reward` is None when any scorer asked for gave no number (`score_status` says why): a failure is
+    never 0.  `spans` say which checkpoint version computed which tokens.
+    """
+
+    __slots__ = ("__dict__", "entry")
+
+    def __init__(self, entry: Entry) -> None:
+        self.entry = entry
+
+    @property
+    def record(self) -> SampleRecord:
+        return self.entry.sample
+
+    @property
+    def index(self) -> int:
+        return self.entry.sample.index
+
+    @property
+    def status(self) -> SampleStatus:
+        return self.entry.sample.status
+
+    @property
+    def ok(self) -> bool:
+        """Succeeded: it has tokens and, per token, a logprob."""
+        return self.entry.sample.status is SampleStatus.SUCCEEDED
+
+    @functools.cached_property
+    def token_ids(self) -> Ids:
+        """Sampled ids, shape (tokens,), dtype uint32; EOS and stop tokens stay in."""
+        return _ids(self.entry.sample.token_ids)
+
+    @functools.cached_property
+    def logprobs(self) -> Logprobs:
+        """Natural log-probability of each sampled token, shape (tokens,), dtype float32."""
+        return _floats(self.entry.sample.logprobs)
+
+    @property
+    def text(self) -> str | None:
+        return self.entry.sample.text
+
+    @property
+    def reward(self) -> float | None:
+        return self.entry.reward
+
+    @property
+    def score_status(self) -> ScoreStatus | None:
+        return self.entry.score_status
+
+    @property
+    def scores(self) -> tuple[Score, ...]:
+        return self.entry.scores
+
+    @property
+    def spans(self) -> tuple[VersionSpan, ...]:
+        return self.entry.sample.version_spans
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """The checkpoint versions that produced any token, in order of first use."""
+        return tuple(dict.fromkeys(span.version for span in self.spans))
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self.entry.sample.finish_reason
+
+    @property
+    def error(self) -> ErrorInfo | None:
+        return self.entry.sample.error
+
+    def __len__(self) -> int:
+        return len(self.entry.sample.token_ids)
+
+    def __repr__(self) -> str:
+        return f"Sample(index={self.index}, status={self.status.value}, tokens={len(self)}, reward={self.reward})"
+
+
+class Group:
+    """One finished task: `n` samples ordered by index, and the cursor behind it.
+
+    Resume reading after this group with `cursor`.  `closed` is the whole wire record.
+    """
+
+    __slots__ = ("__dict__", "closed", "cursor")
+
+    def __init__(self, closed: GroupClosed, cursor: int = 0) -> None:
+        self.closed = closed
+        self.cursor = cursor
+
+    @property
+    def id(self) -> str:
+        return self.closed.group_id
+
+    @property
+    def batch_id(self) -> str:
+        return self.closed.batch_id
+
+    @property
+    def run(self) -> str:
+        return self.closed.run
+
+    @property
+    def position(self) -> int:
+        """Index of the task in the submitted list."""
+        return self.closed.position
+
+    @property
+    def n(self) -> int:
+        return self.closed.n
+
+    @property
+    def reason(self) -> CloseReason:
+        return self.closed.reason
+
+    @functools.cached_property
+    def prompt_ids(self) -> Ids:
+        """The ids the model really saw, shape (prompt tokens,), dtype uint32."""
+        return _ids(self.closed.prompt_token_ids)
+
+    @functools.cached_property
+    def samples(self) -> tuple[Sample, ...]:
+        return tuple(Sample(entry) for entry in self.closed.entries)
+
+    @property
+    def rewards(self) -> npt.NDArray[np.float64]:
+        """Rewards by index, shape (n,); NaN where there is none."""
+        return np.array([math.nan if e.reward is None else e.reward for e in self.closed.entries], dtype=np.float64)
+
+    @property
+    def task(self) -> dict[str, Any]:
+        return self.closed.task
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        return self.closed.metadata
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Samples by status, the statuses that occur only."""
+        counts: dict[str, int] = {}
+        for entry in self.closed.entries:
+            counts[entry.sample.status.value] = counts.get(entry.sample.status.value, 0) + 1
+        return counts
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-compatible: the wire record (arrays as lists) and the cursor."""
+        record: dict[str, Any] = codec.to_builtins(self.closed)
+        return {"cursor": self.cursor, **record}
+
+    @classmethod
+    def from_dict(cls, record: dict[str, Any]) -> Group:
+        """The inverse of `to_dict`; raises msgspec.ValidationError."""
+        cursor = record.get("cursor", 0)
+        if not isinstance(cursor, int):
+            raise msgspec.ValidationError("cursor is not an integer")
+        return cls(codec.from_builtins({k: v for k, v in record.items() if k != "cursor"}, GroupClosed), cursor)
+
+    def __len__(self) -> int:
+        return len(self.closed.entries)
+
+    def __iter__(self) -> Iterator[Sample]:
+        return iter(self.samples)
+
+    def __repr__(self) -> str:
+        return f"Group(id={self.id!r}, run={self.run!r}, position={self.position}, {self.counts}, cursor={self.cursor})"

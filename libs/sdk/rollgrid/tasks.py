@@ -1,0 +1,83 @@
+"""What a caller may hand to `submit`, turned into the body of POST /v1/rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias, cast
+
+import msgspec
+import numpy as np
+from rollgrid_contracts.arrays import PackedArray
+from rollgrid_contracts.jobs import SamplingParams, WeightConstraint
+from rollgrid_contracts.scoring import ScorerSpec
+
+TaskLike: TypeAlias = "str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any] | np.ndarray[Any, Any]"
+"""A prompt as text, as token ids or as chat messages; or a mapping with one of `prompt`, `messages` and
+`prompt_token_ids`, and with `task` (what scorers get: answer, dataset, …) and `metadata` (returned untouched)."""
+
+ScorerLike: TypeAlias = "str | Mapping[str, Any] | ScorerSpec"
+"""A scorer by its type, or with its `name`, `params`, `weight`, `gate` and `timeout_s`."""
+
+
+def task_body(task: TaskLike) -> dict[str, Any]:
+    """One task as the server takes it; raises TypeError when its form is none of `TaskLike`."""
+    if isinstance(task, str):
+        return {"prompt": task}
+    if isinstance(task, Mapping):
+        return dict(task)
+    if isinstance(task, (np.ndarray, PackedArray)):
+        return {"prompt_token_ids": task.tolist()}
+    if isinstance(task, Sequence) and not isinstance(task, bytes):
+        if task and all(isinstance(item, Mapping) for item in task):
+            return {"messages": [dict(cast("Mapping[str, Any]", message)) for message in task]}
+        return {"prompt_token_ids": list(task)}
+    raise TypeError(f"a task is a text, token ids, messages or a mapping, not {type(task).__name__}")
+
+
+def scorer_body(scorer: ScorerLike) -> dict[str, Any]:
+    if isinstance(scorer, str):
+        return {"type": scorer, "name": scorer}
+    if isinstance(scorer, ScorerSpec):
+        return dict(msgspec.to_builtins(scorer))
+    return {"name": scorer.get("type"), **scorer}
+
+
+def submission(
+    tasks: Iterable[TaskLike],
+    *,
+    n: int,
+    sampling: Mapping[str, Any] | SamplingParams,
+    scorers: Iterable[ScorerLike] = (),
+    run: str,
+    policy: str | None,
+    deadline_s: float | None = None,
+    priority: str | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    weights: WeightConstraint | Mapping[str, Any] | None = None,
+    reward_formula: str | None = None,
+) -> bytes:
+    """The JSON body of one submission; what is None is left to the server's defaults."""
+    optional = {
+        "policy": policy,
+        "deadline_s": deadline_s,
+        "priority": priority,
+        "metadata": None if metadata is None else dict(metadata),
+        "weights": weights,
+        "reward_formula": reward_formula,
+    }
+    body = {
+        "run": run,
+        "tasks": [task_body(task) for task in tasks],
+        "n": n,
+        "sampling": sampling if isinstance(sampling, SamplingParams) else dict(sampling),
+        "scorers": [scorer_body(scorer) for scorer in scorers],
+        **{name: value for name, value in optional.items() if value is not None},
+    }
+    return msgspec.json.encode(body, enc_hook=_plain)
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, (np.ndarray, np.generic, PackedArray)):
+        return value.tolist()
+    raise TypeError(f"cannot send a {type(value).__name__}")
+
