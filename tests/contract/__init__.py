@@ -1,0 +1,1 @@
+"""The wire: golden bytes, names, topology.  No I/O."""
