@@ -21,11 +21,12 @@ help: ## print this
 setup: ## make the environment from the lock (needs Python 3.11; may use apt and says so)
 	@scripts/setup.sh
 
-check: setup ## lint, format, strict types, import rules, lock in step
+check: setup ## lint, format, strict types, import rules, declared dependencies, lock in step
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/python scripts/declared_imports.py
 	$(BIN)/python scripts/lock.py check
 
 lint-fix: setup ## let ruff repair what it can

@@ -70,9 +70,7 @@ def requirements() -> dict[str, list[str]]:
             if (project["name"], extra) in UNLOCKED_EXTRAS:
                 continue
             wanted[ENGINE_CPU if (project["name"], extra) in ENGINE_EXTRAS else SERVICES].update(asked)
-    return {
-        name: sorted(line for line in lines if not line.startswith("rollgrid")) for name, lines in wanted.items()
-    }
+    return {name: sorted(line for line in lines if not line.startswith("rollgrid")) for name, lines in wanted.items()}
 
 
 def render_input(lines: list[str]) -> str:
