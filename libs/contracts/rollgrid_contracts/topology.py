@@ -81,8 +81,15 @@ BUCKETS = (WORKERS, LANES, POLICIES, PINS, IDEMPOTENCY, SUSPECTS, LEDGER)
 LEDGER_LEASE_KEY = "lease"
 
 
+class AckPolicy(StrEnum):
+    EXPLICIT = "explicit"
+    ALL = "all"
+    """Acknowledging a message acknowledges all before it: for readers that fold a stream in order."""
+    NONE = "none"
+
+
 class Consumer(msgspec.Struct, frozen=True, kw_only=True):
-    """A durable pull consumer, explicit ack, delivering from the stream's start.
+    """A durable pull consumer, delivering from the stream's start.
 
     `ack_wait_s` None takes the deployment's ack-wait; `max_ack_pending` -1 is unlimited, and
     `max_deliver` always is: a poison message is ended by the suspects' count, not by the server.
@@ -93,6 +100,7 @@ class Consumer(msgspec.Struct, frozen=True, kw_only=True):
     filter_subject: str
     ack_wait_s: float | None = None
     max_ack_pending: int = 1000
+    ack_policy: AckPolicy = AckPolicy.EXPLICIT
 
 
 ACK_WAIT_S = 30.0
@@ -114,12 +122,28 @@ def ledger_consumer(epoch: int) -> Consumer:
 
 
 def ledger_samples_consumer(epoch: int) -> Consumer:
-    """The ledger's reader of RG_SAMPLES (its start is set at take-over)."""
+    """The ledger's reader of RG_SAMPLES (its start is set at take-over).
+
+    Its ack floor tells the next take-over below which sequence nothing without a job is open.
+    """
     return Consumer(
         stream=SAMPLES.name,
         durable=f"ledger-{epoch}",
         filter_subject=subjects.SAMPLES_ALL,
+        ack_wait_s=LEDGER_ACK_WAIT_S,
         max_ack_pending=-1,
+        ack_policy=AckPolicy.ALL,
+    )
+
+
+def closes_consumer(epoch: int) -> Consumer:
+    """Headers of every close, read once at a take-over."""
+    return Consumer(
+        stream=TRAJECTORIES.name,
+        durable=f"closes-{epoch}",
+        filter_subject=subjects.TRAJECTORIES_ALL,
+        max_ack_pending=-1,
+        ack_policy=AckPolicy.NONE,
     )
 
 

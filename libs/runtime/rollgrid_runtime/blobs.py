@@ -14,7 +14,7 @@ from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 from rollgrid_contracts.samples import BlobRef
 
-from .errors import StorageError
+from .errors import PayloadGone, StorageError
 from .settings import S3Settings
 
 T = TypeVar("T")
@@ -107,6 +107,11 @@ class Blobs:
 
         await self._call(f"download {key}", download)
 
+    async def copy(self, source: str, target: str) -> None:
+        """Copy inside the bucket, on the server's side (in parts when it is large)."""
+        origin = {"Bucket": self.bucket, "Key": source}
+        await self._call(f"copy {source} to {target}", lambda: self._client.copy(origin, self.bucket, target))
+
     async def keys(self, prefix: str, after: str = "") -> list[str]:
         """All keys below `prefix` in lexical order, those greater than `after`."""
 
@@ -132,12 +137,12 @@ class Blobs:
         return BlobRef(key=key, sha256=digest, size=len(data))
 
     async def get_payload(self, ref: BlobRef) -> bytes:
-        """The payload behind a claim check; raises StorageError when absent or altered."""
+        """The payload behind a claim check; raises PayloadGone when absent or altered."""
         data = await self.get(ref.key)
         if data is None:
-            raise StorageError(f"payload {ref.key} is gone")
+            raise PayloadGone(f"payload {ref.key} is gone")
         if len(data) != ref.size or hashlib.sha256(data).hexdigest() != ref.sha256:
-            raise StorageError(f"payload {ref.key} does not match its digest")
+            raise PayloadGone(f"payload {ref.key} does not match its digest")
         return data
 
     async def probe(self, service: str) -> None:

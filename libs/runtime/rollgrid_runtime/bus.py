@@ -18,7 +18,7 @@ from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 from nats.errors import NoRespondersError
 from nats.js import JetStreamContext
-from nats.js.api import RawStreamMsg, StreamInfo
+from nats.js.api import ConsumerInfo, RawStreamMsg, StreamInfo
 from nats.js.errors import APIError, NotFoundError
 from rollgrid_contracts import SCHEMA_VERSION, codec, ids
 from rollgrid_contracts.samples import BlobRef
@@ -308,6 +308,15 @@ class Bus:
         except (APIError, *_TRANSIENT) as error:
             raise BusError(f"info of {stream}: {error!r}") from error
 
+    async def consumer_info(self, stream: str, durable: str) -> ConsumerInfo | None:
+        """What the server says of a consumer, None when there is none."""
+        try:
+            return await self.js.consumer_info(stream, durable)
+        except NotFoundError:
+            return None
+        except (APIError, *_TRANSIENT) as error:
+            raise BusError(f"info of {stream}/{durable}: {error!r}") from error
+
     async def stored(self, stream: str, sequence: int) -> RawStreamMsg | None:
         """The stored message at a stream sequence, None when it is gone."""
         return await self._stored(self.js.get_msg(stream, sequence), f"{stream}@{sequence}")
@@ -333,10 +342,10 @@ class Bus:
         except _TRANSIENT as error:
             raise BusError(f"deleting {stream}@{sequence}: {error!r}") from error
 
-    async def purge_below(self, stream: str, sequence: int) -> None:
-        """Drop every message with a sequence lower than `sequence`."""
+    async def purge_below(self, stream: str, sequence: int, subject: str | None = None) -> None:
+        """Drop every message (of `subject`, if given) with a sequence lower than `sequence`."""
         try:
-            await self.js.purge_stream(stream, seq=sequence)
+            await self.js.purge_stream(stream, seq=sequence, subject=subject)
         except (APIError, *_TRANSIENT) as error:
             raise BusError(f"purging {stream}: {error!r}") from error
 

@@ -123,3 +123,7 @@ class StorageError(RollgridError):
 
     def __init__(self, message: str) -> None:
         super().__init__(ErrorCode.STORAGE_ERROR, message, boundary=Boundary.STORAGE, retry_after_s=2.0)
+
+
+class PayloadGone(StorageError):
+    """The object behind a claim check is absent or altered: trying again will not bring it back."""

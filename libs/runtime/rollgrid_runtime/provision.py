@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from datetime import UTC, datetime
 from typing import Any
 
 from nats.js.api import KeyValueConfig, StorageType
@@ -64,17 +65,24 @@ def _max_bytes(bus: Bus, stream: Stream) -> int:
 
 
 async def ensure_consumer(
-    bus: Bus, consumer: Consumer, *, start_sequence: int | None = None, headers_only: bool = False
+    bus: Bus,
+    consumer: Consumer,
+    *,
+    start_sequence: int | None = None,
+    start_time: float | None = None,
+    headers_only: bool = False,
+    inactive_s: float | None = None,
 ) -> None:
-    """Create the durable or leave it as it is; `start_sequence` is the first stream sequence to deliver.
+    """Create the durable or leave it as it is; it starts at a stream sequence, or at a UNIX time, if given.
 
-    A durable that exists with other settings is updated (its position stays).
+    A durable that exists with other settings is updated (its position stays).  With `inactive_s`
+    the server deletes it once nobody has read it for so long.
     """
     ack_wait = consumer.ack_wait_s if consumer.ack_wait_s is not None else bus.settings.ack_wait_s
     config: dict[str, Any] = {
         "durable_name": consumer.durable,
-        "ack_policy": "explicit",
-        "deliver_policy": "all" if start_sequence is None else "by_start_sequence",
+        "ack_policy": consumer.ack_policy.value,
+        "deliver_policy": "all",
         "filter_subject": consumer.filter_subject,
         "ack_wait": int(ack_wait * _NANOSECONDS),
         "max_deliver": -1,
@@ -83,7 +91,12 @@ async def ensure_consumer(
         "num_replicas": 0,
     }
     if start_sequence is not None:
-        config["opt_start_seq"] = max(1, start_sequence)
+        config |= {"deliver_policy": "by_start_sequence", "opt_start_seq": max(1, start_sequence)}
+    elif start_time is not None:
+        moment = datetime.fromtimestamp(start_time, UTC).isoformat()
+        config |= {"deliver_policy": "by_start_time", "opt_start_time": moment}
+    if inactive_s is not None:
+        config["inactive_threshold"] = int(inactive_s * _NANOSECONDS)
     if headers_only:
         config["headers_only"] = True
     body = {"stream_name": consumer.stream, "config": config}

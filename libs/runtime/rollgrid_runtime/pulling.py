@@ -45,6 +45,11 @@ class Delivery:
         self.timestamp = int(tokens[base + 5]) / 1e9
         self.pending = int(tokens[base + 6])
 
+    @property
+    def ack_subject(self) -> str:
+        """Where an ack goes: all that must be kept of a message whose ack comes much later."""
+        return str(self._msg.reply)
+
     async def message(self, kind: type[T]) -> T:
         """Decode the payload, fetching it from S3 when it travelled as a claim check.
 
