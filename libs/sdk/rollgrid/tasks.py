@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -28,9 +28,8 @@ def task_body(task: TaskLike) -> dict[str, Any]:
     if isinstance(task, (np.ndarray, PackedArray)):
         return {"prompt_token_ids": task.tolist()}
     if isinstance(task, Sequence) and not isinstance(task, bytes):
-        if task and all(isinstance(item, Mapping) for item in task):
-            return {"messages": [dict(cast("Mapping[str, Any]", message)) for message in task]}
-        return {"prompt_token_ids": list(task)}
+        messages = [dict(item) for item in task if isinstance(item, Mapping)]
+        return {"messages": messages} if messages else {"prompt_token_ids": list(task)}
     raise TypeError(f"a task is a text, token ids, messages or a mapping, not {type(task).__name__}")
 
 
@@ -80,4 +79,3 @@ def _plain(value: object) -> object:
     if isinstance(value, (np.ndarray, np.generic, PackedArray)):
         return value.tolist()
     raise TypeError(f"cannot send a {type(value).__name__}")
-
