@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -38,15 +38,6 @@ def free_port() -> int:
         _taken.add(port)
         return port
     raise RuntimeError("no free port found in 15000-31000")
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float, what: str, every_s: float = 0.02) -> None:
-    """Poll `condition`; raises TimeoutError naming `what`."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{what}: not within {timeout_s} s")
-        time.sleep(every_s)
 
 
 def _die_with_parent() -> None:
