@@ -1,0 +1,1 @@
+"""The kill storm, and the checker that reads only what an outsider can see."""
