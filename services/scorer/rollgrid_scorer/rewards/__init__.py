@@ -1,0 +1,1 @@
+"""Verifiers: pure functions from a finished sample to a number."""

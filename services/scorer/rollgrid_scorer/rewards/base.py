@@ -1,0 +1,68 @@
+"""What a verifier is.  Users write their own against this module and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import msgspec
+
+
+class ScoreInput(msgspec.Struct, frozen=True, kw_only=True):
+    """One finished sample and its task.
+
+    `text` is everything the model wrote, `content` the part behind the reasoning when the sampler
+    parsed it (None = not parsed); `tokens` counts the sampled tokens.  `task` is the caller's own
+    payload (answer, dataset, entry, …), as is `metadata`.
+    """
+
+    text: str
+    content: str | None = None
+    finish_reason: str | None = None
+    tokens: int = 0
+    index: int = 0
+    prompt_text: str | None = None
+    messages: tuple[dict[str, Any], ...] | None = None
+    task: dict[str, Any] = {}
+    metadata: dict[str, Any] = {}
+
+    @property
+    def answer(self) -> str:
+        """The text to judge: `content` when there is one, else `text`."""
+        return self.text if self.content is None else self.content
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """A number for one sample.
+
+    `invalid_output` says that the model's output could not be read (`value` is then its price,
+    usually 0).  A verifier that itself cannot work raises instead: that is never a number.
+    """
+
+    value: float
+    detail: str | None = None
+    invalid_output: bool = False
+
+
+class Verifier(Protocol):
+    """Judges samples: deterministic, without side effects, safe to call again for the same input.
+
+    Made by its factory with the job's `params` as keyword arguments, once per worker process and
+    parameter set.  `score` may return a plain number for a `Verdict` without detail.
+    """
+
+    name: str
+    version: str
+
+    def score(self, task: ScoreInput) -> Verdict | float: ...
+
+
+class TaskError(ValueError):
+    """The job's task or parameters lack what the verifier needs: a failure, never a reward."""
+
+
+def reference(task: ScoreInput, answer: Any, field: str) -> Any:
+    """The right answer: the job's parameter `answer`, else `task[field]`; raises TaskError without one."""
+    found = task.task.get(field) if answer is None else answer
+    if found is None:
+        raise TaskError(f"the task has no field {field!r} and the scorer no parameter 'answer'")
+    return found
