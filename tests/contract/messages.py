@@ -16,6 +16,7 @@ from rollgrid_contracts.checkpoints import (
     PolicyState,
     TensorInfo,
 )
+from rollgrid_contracts.columns import ArchivedClose, ArchiveManifest
 from rollgrid_contracts.episodes import ForkReason, SessionEnded, SessionForked, SessionOutcome
 from rollgrid_contracts.failures import Boundary, ErrorCode, ErrorInfo
 from rollgrid_contracts.fleet import (
@@ -439,6 +440,31 @@ FULL: dict[str, Any] = {
     "drain_worker": DrainWorker(deadline=1.5),
     "ledger_query": LedgerQuery(group_ids=(GROUP,), batch_id=BATCH, tenant="acme"),
     "ledger_answer": LedgerAnswer(epoch=4, folded_to=99, groups=(STATUS,), batch=BATCH_STATUS, error=ERROR),
+    "archive_manifest": ArchiveManifest(
+        first=8,
+        last=12,
+        groups=1,
+        rows=8,
+        key="archive/0/data/8-12-0123456789ab.parquet",
+        sha256="01" * 32,
+        size=4096,
+        closes=(
+            ArchivedClose(
+                sequence=9,
+                group_id=GROUP,
+                batch_id=BATCH,
+                tenant="acme",
+                run="run-1",
+                counts="succeeded=8,failed=0,cancelled=0,expired=0",
+                at=1_700_000_010.5,
+            ),
+        ),
+        unreadable=(11,),
+        tenants=("acme",),
+        last_at=1_700_000_011.5,
+        created_at=1_700_000_012.5,
+        writer="logger-1",
+    ),
 }
 """Every field set to something that is not its default."""
 

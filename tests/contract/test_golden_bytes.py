@@ -112,6 +112,7 @@ def test_every_field_is_set_in_the_full_examples() -> None:
     allowed = {
         "ErrorInfo": {"retryable"},
         "GroupStatus": {"known"},
+        "ArchiveManifest": {"schema"},
         "CheckpointManifest": {"schema"},
         "ScorerSpec": {"kind"},
         "SampleGroup": set(),

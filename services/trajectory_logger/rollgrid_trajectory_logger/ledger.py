@@ -1,0 +1,329 @@
+"""The ledger: a pure fold of jobs (RG_JOBS) and events (RG_SAMPLES) into closes.
+
+It is the one authority on how a sample ends.  No I/O, no clock: times are passed in.  What must
+be done comes back as decisions; a close counts only once it has been read back from its run's
+subject (`closed`), so a rival or an earlier life of the same ledger can never be contradicted.
+
+The result depends on the order of the events and on the set of jobs, not on how the two are
+interleaved: an event whose job has not been read holds back every event behind it.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, deque
+from typing import NamedTuple
+
+from rollgrid_contracts.episodes import SessionEnded, SessionForked
+from rollgrid_contracts.jobs import Job
+from rollgrid_contracts.samples import GroupsCancelled, SamplesFinished, SampleStatus
+from rollgrid_contracts.scoring import SamplesScored
+from rollgrid_contracts.trajectories import CloseReason, GroupClosed, Superseded
+
+from .closed_index import ClosedIndex, ClosedRead, has_missing
+from .open_group import OpenGroup
+
+Event = SamplesFinished | SamplesScored | GroupsCancelled | SessionForked | SessionEnded
+
+SUPERSEDED_KEPT = 10_000
+"""Superseded finishes remembered until somebody takes them; the counter counts all."""
+
+
+class Close(NamedTuple):
+    """Append this close to its run's subject."""
+
+    group_id: str
+    subject: str
+    closed: GroupClosed
+
+
+class Settle(NamedTuple):
+    """Let go of jobs: acknowledge `ack`, delete `delete` from the stream, tell workers to abort `abort`."""
+
+    ack: tuple[int, ...] = ()
+    delete: tuple[int, ...] = ()
+    abort: str | None = None
+
+
+Decision = Close | Settle
+
+
+class Waiting(NamedTuple):
+    seq: int
+    event: Event
+
+
+class Ledger:
+    """`live` turns True when a take-over has read everything: until then resurrected jobs are acknowledged.
+
+    `folded_to` is how far RG_JOBS is known, `events_to` the last RG_SAMPLES sequence applied.
+    """
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.live = False
+        self.open: dict[str, OpenGroup] = {}
+        self.index = ClosedIndex()
+        self.folded_to = 0
+        self.events_to = 0
+        self.double_closes = 0
+        self.superseded: Counter[str] = Counter()
+        self.superseded_recent: deque[Superseded] = deque(maxlen=SUPERSEDED_KEPT)
+        self._waiting: deque[Waiting] = deque()
+        self._deadlines: list[tuple[float, str]] = []
+        self._refused: dict[str, int] = {}
+
+    # -- inputs -------------------------------------------------------------------------------
+
+    def job_read(self, seq: int, job: Job, now: float) -> list[Decision]:
+        """A job was read from RG_JOBS (in stream order; again after a take-over)."""
+        decisions: list[Decision] = []
+        closed = self.index.groups.get(job.group_id)
+        if closed is not None:
+            # The workers' copy of a job that came after its close must not start; one that a power
+            # cut brought back is theirs to acknowledge.
+            delete = self.live or has_missing(closed.counts)
+            decisions.append(Settle(delete=(seq,)) if delete else Settle(ack=(seq,)))
+        else:
+            self._group_of(job).hold(seq, job)
+        self.folded_to = max(self.folded_to, seq)
+        return decisions + self._drain(now)
+
+    def jobs_end(self, last: int, events_before: int, now: float) -> list[Decision]:
+        """Every job up to RG_JOBS sequence `last` is read, and no event up to `events_before` can name a later one."""
+        self.folded_to = max(self.folded_to, last)
+        decisions = self._drain(now)
+        while self._waiting and self._waiting[0].seq <= events_before:
+            seq, event = self._waiting.popleft()
+            self.events_to = seq
+            self._supersede_all(seq, event, "names a job that does not exist")
+            decisions += self._drain(now)
+        return decisions
+
+    def event_read(self, seq: int, event: Event, now: float) -> list[Decision]:
+        """An event was read from RG_SAMPLES (in stream order)."""
+        if seq <= self.read_to:
+            return []
+        self._waiting.append(Waiting(seq, event))
+        return self._drain(now)
+
+    def skip_event(self, seq: int, why: str, now: float) -> list[Decision]:
+        """The message at `seq` is no event anybody can read."""
+        self.superseded[why] += 1
+        if not self._waiting:
+            self.events_to = max(self.events_to, seq)
+        return self._drain(now)
+
+    def advance(self, now: float) -> list[Decision]:
+        """Every event stored before UNIX second `now` has been read: expire what is due."""
+        decisions: list[Decision] = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, group_id = heapq.heappop(self._deadlines)
+            group = self.open.get(group_id)
+            if group is not None and group.closing is None:
+                decisions.append(self._close(group, CloseReason.EXPIRED, now))
+        return decisions
+
+    def closed(self, read: ClosedRead) -> list[Decision]:
+        """A close was read from RG_TRAJECTORIES, or its append was acknowledged."""
+        group = self.open.pop(read.group_id, None)
+        if not self.index.closed(read, group.finished if group else None):
+            self.double_closes += 1
+        self._refused.pop(read.group_id, None)
+        if group is None:
+            return []
+        held = tuple(group.jobs)
+        turns = tuple(seq for seqs in group.turn_jobs.values() for seq in seqs)
+        if has_missing(read.counts):
+            return [Settle(delete=held + turns, abort=read.group_id)]
+        first, extra = _split_copies(group.jobs)
+        return [Settle(ack=first, delete=extra + turns)]
+
+    # -- what others ask ----------------------------------------------------------------------
+
+    @property
+    def read_to(self) -> int:
+        """The last RG_SAMPLES sequence taken in, applied or waiting."""
+        return self._waiting[-1].seq if self._waiting else self.events_to
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def blocked_on(self) -> int | None:
+        """The RG_JOBS sequence that the oldest waiting event names."""
+        return self._waiting[0].event.job_seq if self._waiting else None
+
+    @property
+    def next_deadline(self) -> float | None:
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def need(self) -> int:
+        """The lowest RG_SAMPLES sequence that a refold of the open groups must still find."""
+        lowest = self.events_to + 1
+        return min((group.need for group in self.open.values() if group.need), default=lowest)
+
+    def settled_to(self) -> int:
+        """The RG_SAMPLES sequence up to which no event stands for itself, without a job held in RG_JOBS."""
+        return min(self._refused.values(), default=self.events_to + 1) - 1
+
+    def held(self) -> int:
+        """Messages of RG_JOBS that open groups hold."""
+        return sum(
+            len(group.jobs) + sum(len(seqs) for seqs in group.turn_jobs.values()) for group in self.open.values()
+        )
+
+    # -- the fold -----------------------------------------------------------------------------
+
+    def _group_of(self, job: Job) -> OpenGroup:
+        group = self.open.get(job.group_id)
+        if group is None:
+            group = self._open(OpenGroup(source=job, deadline=job.deadline))
+            heapq.heappush(self._deadlines, (job.deadline, job.group_id))
+        return group
+
+    def _open(self, group: OpenGroup) -> OpenGroup:
+        source = group.source
+        self.open[source.group_id] = group
+        self.index.opened(source.group_id, source.batch_id, group.subject, group.n)
+        return group
+
+    def _drain(self, now: float) -> list[Decision]:
+        decisions: list[Decision] = []
+        while self._waiting and self._waiting[0].event.job_seq <= self.folded_to:
+            seq, event = self._waiting.popleft()
+            self.events_to = seq
+            decisions += self._apply(seq, event, now)
+        return decisions
+
+    def _apply(self, seq: int, event: Event, now: float) -> list[Decision]:
+        if isinstance(event, GroupsCancelled):
+            return self._cancel(seq, event, now)
+        group = self.open.get(event.group_id)
+        if group is None and isinstance(event, SamplesFinished) and self._is_refusal(event):
+            group = self._open(OpenGroup(source=event, deadline=0.0))
+            self._refused[event.group_id] = seq
+        if group is None:
+            why = "group has closed" if event.group_id in self.index.groups else "unknown group"
+        elif (group.source.tenant, group.source.run) != (event.tenant, event.run):
+            why = "another tenant's or run's group"
+        elif group.closing is not None:
+            why = "group has closed"
+        else:
+            return self._fold(group, seq, event, now)
+        self._supersede_all(seq, event, why)
+        return []
+
+    def _fold(
+        self, group: OpenGroup, seq: int, event: SamplesFinished | SamplesScored | SessionForked | SessionEnded, now: float
+    ) -> list[Decision]:
+        decisions: list[Decision] = []
+        match event:
+            case SamplesFinished():
+                for sample in event.samples:
+                    why = group.finish(seq, event, sample)
+                    if why is not None:
+                        self._supersede(seq, event, sample.index, sample.turn, sample.attempt, why)
+                    elif not group.is_episode:
+                        self.index.finished(group.source.batch_id)
+                if group.is_episode and (done := group.folded_turns(event)):
+                    decisions.append(Settle(ack=done))
+            case SamplesScored():
+                for result in event.results:
+                    why = group.score(event.finished_seq, result)
+                    if why is not None:
+                        self._supersede(seq, event, result.index, result.turn, result.attempt, why)
+            case SessionForked():
+                group.touch(seq)
+            case SessionEnded():
+                if not group.is_episode or event.index in group.ended or not 0 <= event.index < group.n:
+                    self._supersede(seq, event, event.index, 0, 1, "no such open session")
+                else:
+                    group.ended[event.index] = event
+                    group.touch(seq)
+                    self.index.finished(group.source.batch_id)
+        if group.is_complete():
+            refused = isinstance(group.source, SamplesFinished)
+            decisions.append(self._close(group, CloseReason.REJECTED if refused else CloseReason.COMPLETE, now))
+        return decisions
+
+    def _cancel(self, seq: int, event: GroupsCancelled, now: float) -> list[Decision]:
+        """End what was published up to the cancel's `job_seq` (0 = whatever is open): later jobs are a new wish."""
+        batch = self.index.batches.get(event.batch_id)
+        wanted = event.group_ids or (sorted(batch.open) if batch else ())
+        decisions: list[Decision] = []
+        for group_id in wanted:
+            group = self.open.get(group_id)
+            if group is None or group.closing is not None:
+                continue
+            if (group.source.tenant, group.source.run) != (event.tenant, event.run):
+                continue
+            if event.job_seq and min(group.jobs, default=0) > event.job_seq:
+                continue
+            group.touch(seq)
+            decisions.append(self._close(group, CloseReason.CANCELLED, now, event.reason))
+        return decisions
+
+    def _close(self, group: OpenGroup, reason: CloseReason, now: float, message: str | None = None) -> Close:
+        closed = group.close(reason, now, self.epoch, message)
+        group.closing = closed
+        return Close(closed.group_id, group.subject, closed)
+
+    def _is_refusal(self, event: SamplesFinished) -> bool:
+        """Ingest refuses a queue job without ever making it a job: one event with n failed samples."""
+        return (
+            event.job_seq == 0
+            and event.group_id not in self.index.groups
+            and sorted(sample.index for sample in event.samples) == list(range(event.n))
+            and all(sample.status is SampleStatus.FAILED for sample in event.samples)
+        )
+
+    # -- what lost ----------------------------------------------------------------------------
+
+    def _supersede_all(self, seq: int, event: Event, why: str) -> None:
+        match event:
+            case SamplesFinished():
+                for sample in event.samples:
+                    self._supersede(seq, event, sample.index, sample.turn, sample.attempt, why)
+            case SamplesScored():
+                for result in event.results:
+                    self._supersede(seq, event, result.index, result.turn, result.attempt, why)
+            case _:
+                self.superseded[why] += 1
+
+    def _supersede(
+        self,
+        seq: int,
+        event: SamplesFinished | SamplesScored | SessionForked | SessionEnded,
+        index: int,
+        turn: int,
+        attempt: int,
+        why: str,
+    ) -> None:
+        self.superseded[why] += 1
+        if not isinstance(event, SamplesFinished):
+            return
+        self.superseded_recent.append(
+            Superseded(
+                tenant=event.tenant,
+                run=event.run,
+                group_id=event.group_id,
+                index=index,
+                turn=turn,
+                attempt=attempt,
+                finished_seq=seq,
+                worker=event.incarnation,
+                why=why,
+            )
+        )
+
+
+def _split_copies(jobs: dict[int, tuple[int, ...]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(the first job of each index set, later copies of the same): copies may never have been started."""
+    seen: set[tuple[int, ...]] = set()
+    first, extra = [], []
+    for seq, indexes in sorted(jobs.items()):
+        (extra if indexes in seen else first).append(seq)
+        seen.add(indexes)
+    return tuple(first), tuple(extra)
