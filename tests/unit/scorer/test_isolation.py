@@ -96,7 +96,7 @@ async def test_a_hang_ends_at_its_deadline_with_all_its_children(pool: Pool, tmp
 async def test_hanging_verifiers_leave_room_for_quick_ones(pool: Pool) -> None:
     await judge(pool, "a", type_="exact_match")
     hanging = [asyncio.create_task(judge(pool, "hang", timeout_s=30.0)) for _ in range(4)]
-    await until(lambda: pool._slow.locked(), 10, "a hanging verifier has its worker")
+    await until(pool._slow.locked, 10, "a hanging verifier has its worker")
     for _ in range(3):
         assert (await judge(pool, "a", type_="exact_match"))[0].value == 1.0
     assert not any(task.done() for task in hanging)

@@ -1,0 +1,119 @@
+"""Manifests: what one checkpoint version consists of, built from a folder and verified against one."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from rollgrid_contracts import codec
+from rollgrid_contracts.checkpoints import CheckpointKind, CheckpointManifest, FileInfo, TensorInfo
+
+from .errors import invalid
+from .names import SIDE_FILES, check_file_name, is_weights
+from .tensors import file_info, tensor_infos
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder by name; raises WeightsError when there is none."""
+    found = sorted(path for path in folder.iterdir() if is_weights(path.name) and path.is_file())
+    if not found:
+        raise invalid(f"{folder.name} contains no *.safetensors file", folder.name)
+    return found
+
+
+def build_manifest(
+    folder: Path,
+    *,
+    tenant: str,
+    policy: str,
+    version: int,
+    kind: CheckpointKind = CheckpointKind.FULL,
+    step: int | None = None,
+    dtype: str = "",
+    base_version: int | None = None,
+) -> CheckpointManifest:
+    """The manifest of a folder: its safetensors and the side files beside them; other files are left out.
+
+    Raises WeightsError for malformed or non-finite tensors and for a tensor that two files carry.
+    """
+    weights = weight_files(folder)
+    side = [folder / name for name in sorted(SIDE_FILES) if (folder / name).is_file()]
+    return CheckpointManifest(
+        tenant=tenant,
+        policy=policy,
+        version=version,
+        kind=kind,
+        base_version=base_version,
+        step=step,
+        dtype=dtype,
+        files=tuple(file_info(path) for path in [*weights, *side]),
+        tensors=folder_tensors(weights),
+        created_at=time.time(),
+    )
+
+
+def folder_tensors(weights: Sequence[Path], *, finite: bool = True) -> tuple[TensorInfo, ...]:
+    """The tensors of several files, sorted by name.  Raises WeightsError as `build_manifest`."""
+    found: dict[str, TensorInfo] = {}
+    for path in weights:
+        for info in tensor_infos(path, finite=finite):
+            if info.name in found:
+                raise invalid(f"tensor {info.name!r} is in more than one file", info.name)
+            found[info.name] = info
+    return tuple(found[name] for name in sorted(found))
+
+
+def weights_digest(tensors: Iterable[TensorInfo]) -> str:
+    """sha256 over names, dtypes, shapes and digests: equal for equal weights, however they are sharded."""
+    lines = sorted(f"{tensor.name} {tensor.dtype} {list(tensor.shape)} {tensor.sha256}\n" for tensor in tensors)
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def files_digest(files: Iterable[FileInfo]) -> str:
+    """sha256 over names and digests of a set of files."""
+    return hashlib.sha256("".join(sorted(f"{file.name} {file.sha256}\n" for file in files)).encode()).hexdigest()
+
+
+def verify_files(folder: Path, manifest: CheckpointManifest) -> None:
+    """Raises WeightsError unless every file of the manifest is there with its size and digest."""
+    check_manifest(manifest)
+    for expected in manifest.files:
+        path = folder / expected.name
+        if not path.is_file():
+            raise invalid(f"file {expected.name} is missing", expected.name)
+        size = path.stat().st_size
+        if size != expected.size:
+            raise invalid(f"file {expected.name} has {size} bytes, its manifest says {expected.size}", expected.name)
+        if file_info(path).sha256 != expected.sha256:
+            raise invalid(f"file {expected.name} does not match the digest of its manifest", expected.name)
+
+
+def check_manifest(manifest: CheckpointManifest) -> None:
+    """What can be checked without the files: their names, each once, and that weights are among them."""
+    names = [file.name for file in manifest.files]
+    for name in names:
+        check_file_name(name)
+    if len(set(names)) != len(names):
+        raise invalid("the manifest names a file twice", "files")
+    if not any(is_weights(name) for name in names):
+        raise invalid("the manifest names no *.safetensors file", "files")
+    if any(file.size < 0 for file in manifest.files):
+        raise invalid("the manifest names a file of negative size", "files")
+
+
+def encode_manifest(manifest: CheckpointManifest) -> bytes:
+    """As stored under `manifest.json`."""
+    return codec.encode(manifest, codec.JSON)
+
+
+def decode_manifest(data: bytes) -> CheckpointManifest:
+    """Raises WeightsError for anything that is no manifest of a known schema."""
+    try:
+        manifest = codec.decode(data, CheckpointManifest, codec.JSON)
+    except (ValueError, RecursionError) as error:
+        raise invalid(f"manifest.json is not valid: {error}", "manifest.json") from None
+    if manifest.schema != 1:
+        raise invalid(f"manifest.json has schema {manifest.schema}, known is 1", "manifest.json")
+    return manifest

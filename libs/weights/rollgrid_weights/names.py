@@ -1,0 +1,44 @@
+"""Which files a checkpoint may consist of.  Everything else is refused: pickles and code above all."""
+
+from __future__ import annotations
+
+import re
+
+from rollgrid_contracts.failures import ErrorCode
+
+from .errors import WeightsError
+
+SAFETENSORS = ".safetensors"
+INDEX = "model.safetensors.index.json"
+MANIFEST = "manifest.json"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+)
+CONFIG_FILES = ("config.json", "generation_config.json")
+SIDE_FILES = frozenset({INDEX, *CONFIG_FILES, *TOKENIZER_FILES})
+"""Files that may come with the tensors.  The fleet runs the base's own; these are kept, not used."""
+
+_WEIGHTS_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,120}\.safetensors")
+
+
+def check_file_name(name: str) -> None:
+    """Raises WeightsError unless `name` is a plain safetensors name or a known side file."""
+    if name in SIDE_FILES or (_WEIGHTS_NAME.fullmatch(name) and ".." not in name):
+        return
+    raise WeightsError(
+        ErrorCode.UNSUPPORTED,
+        f"a checkpoint may not contain {name[:150]!r}: only *.safetensors and {', '.join(sorted(SIDE_FILES))}",
+        field=name[:150],
+    )
+
+
+def is_weights(name: str) -> bool:
+    return name.endswith(SAFETENSORS)
