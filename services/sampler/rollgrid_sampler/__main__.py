@@ -1,0 +1,19 @@
+"""`python -m rollgrid_sampler`: one sampler on one engine, configured by `ROLLGRID_SAMPLER_…`."""
+
+from __future__ import annotations
+
+import sys
+
+from rollgrid_runtime.service import run_service
+
+from .service import SamplerService
+from .settings import SamplerSettings
+
+
+def main() -> int:
+    settings = SamplerSettings()
+    return run_service(SamplerService(settings), settings)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+"""Runs inside vLLM's worker processes: reload in place, repair of the tied head, and the fingerprint.
+
+vLLM mixes this class into its worker (`worker_extension_cls`); its methods are called with
+`collective_rpc` while generation is paused.  Each answers with builtins only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+from typing import Any
+
+import torch
+
+FINGERPRINT_SCHEMA = b"rollgrid-fingerprint-1"
+
+
+class WeightsExtension:
+    """Methods added to vLLM's worker; `self` is the worker."""
+
+    model_runner: Any
+    vllm_config: Any
+
+    def rg_reload(self, folder: str) -> int:
+        """Load the safetensors of `folder` over the running weights; the number of repaired heads."""
+        from vllm.config import set_current_vllm_config
+
+        with set_current_vllm_config(self.vllm_config):
+            self.model_runner.reload_weights(weights_path=folder)
+            return self.rg_repair_tied_head()
+
+    def rg_repair_tied_head(self) -> int:
+        """Pack the output head again.
+
+        On CPU vLLM keeps the head's weight packed inside `layer.cpu_linear`.  A tied head is never
+        re-packed by vLLM's own reload, and then answers with the old weights (measured: the
+        log-probabilities are off by 3 and more).
+        """
+        from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+        from vllm.platforms import current_platform
+
+        if not current_platform.is_cpu():
+            return 0
+        heads = [m for m in self.model_runner.get_model().modules() if isinstance(m, ParallelLMHead)]
+        for head in heads:
+            with torch.no_grad():
+                dispatch_cpu_unquantized_gemm(head, remove_weight=False)
+        return len(heads)
+
+    def rg_probe(self, probes: list[list[int]]) -> list[list[float]]:
+        """Prompt logprobs of each probe, computed now and past any queue or prefix cache.
+
+        Generation must be paused with its caches cleared: the probe is prefilled into KV blocks
+        from number 1 up, as the scheduler would do for the only request there is.
+        """
+        return [self._rg_prefill(number, probe) for number, probe in enumerate(probes)]
+
+    def rg_fingerprint(self, probes: list[list[int]]) -> str:
+        """sha256 over the float32 prompt logprobs of the probes."""
+        digest = hashlib.sha256(FINGERPRINT_SCHEMA)
+        for values in self.rg_probe(probes):
+            digest.update(torch.tensor(values, dtype=torch.float32).numpy().tobytes())
+        return digest.hexdigest()
+
+    def _rg_prefill(self, number: int, prompt: list[int]) -> list[float]:
+        from vllm.sampling_params import SamplingParams
+        from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+
+        name = f"rollgrid-probe-{number}"
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        blocks = [self._rg_blocks(group, len(prompt)) for group in self.model_runner.kv_cache_config.kv_cache_groups]
+        step = SchedulerOutput.make_empty()
+        step.scheduled_new_reqs = [
+            NewRequestData(
+                req_id=name,
+                prompt_token_ids=prompt,
+                mm_features=[],
+                sampling_params=params,
+                pooling_params=None,
+                block_ids=tuple(blocks),
+                num_computed_tokens=0,
+                lora_request=None,
+                prefill_token_ids=prompt,
+            )
+        ]
+        step.num_scheduled_tokens = {name: len(prompt)}
+        step.total_num_scheduled_tokens = len(prompt)
+        step.num_common_prefix_blocks = [0] * len(blocks)
+        result = self._rg_step(step)
+        end = SchedulerOutput.make_empty()
+        end.finished_req_ids = {name}
+        self._rg_step(end)
+        tensors = result.prompt_logprobs_dict[name]
+        return [float(row[0]) for row in tensors.logprobs]
+
+    def _rg_step(self, step: Any) -> Any:
+        with torch.inference_mode():
+            result = self.model_runner.execute_model(step)
+            if result is None:
+                result = self.model_runner.sample_tokens(None)
+        return result.get_output() if hasattr(result, "get_output") else result
+
+    @staticmethod
+    def _rg_blocks(group: Any, tokens: int) -> list[int]:
+        """Block ids for `tokens` and the one to come; block 0 is vLLM's null block."""
+        size = int(group.kv_cache_spec.block_size)
+        return list(range(1, 2 + tokens // size))
+
+    def rg_lifeline(self) -> tuple[int, int]:
+        """This worker's process id and the signal it gets when its parent dies."""
+        signal = ctypes.c_int(0)
+        ctypes.CDLL(None).prctl(2, ctypes.byref(signal), 0, 0, 0)
+        return os.getpid(), signal.value

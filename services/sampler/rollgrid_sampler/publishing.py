@@ -1,0 +1,194 @@
+"""Finished samples of one job on their way to the record: durable first, then the reply.
+
+A batch job's samples are coalesced into few events; an interactive job's go out singly under
+their sample id, so that of two workers the first wins and both answer with the winner.  A full
+stream or a silent server is waited out, never a reason to drop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, NamedTuple
+
+from rollgrid_contracts import codec, ids, subjects
+from rollgrid_contracts.jobs import Reply, SampleGroup
+from rollgrid_contracts.samples import Sample, SampleReply, SamplesFinished, SampleStatus, ScoringTask
+from rollgrid_contracts.scoring import ScorerKind, next_todo
+from rollgrid_contracts.topology import SAMPLES, Header
+from rollgrid_runtime.bus import Bus, PubAck
+from rollgrid_runtime.errors import BusError, QueueFull, StorageError
+from rollgrid_runtime.logging import get_logger
+
+log = get_logger(__name__)
+FIRST_RETRY_S = 0.2
+LAST_RETRY_S = 5.0
+
+
+class Origin(NamedTuple):
+    """Who generated: stamped on every event."""
+
+    worker: str
+    incarnation: str
+    engine: str
+    logprobs_mode: str
+    model_max_len: int
+
+
+class Publisher:
+    """The finishes of one job.  `add` each sample, then await `finish` before the job is acked."""
+
+    def __init__(
+        self, bus: Bus, job: SampleGroup, job_seq: int, origin: Origin, *, coalesce_s: float, coalesce_samples: int
+    ) -> None:
+        self._bus, self._job, self._job_seq, self._origin = bus, job, job_seq, origin
+        self._coalesce_s, self._coalesce_samples = coalesce_s, coalesce_samples
+        self._pending: list[Sample] = []
+        self._wake = asyncio.Event()
+        self._ending = False
+        self._nonce = secrets.token_hex(4)
+        self._events = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._singly = job.reply is not Reply.NONE
+        self._batcher: asyncio.Task[None] | None = None
+        self._todo = next_todo(job.scorers)
+
+    def add(self, sample: Sample) -> None:
+        if self._singly:
+            self._spawn(self._publish_singly(sample))
+            return
+        self._pending.append(sample)
+        if self._batcher is None:
+            self._batcher = self._spawn(self._publish_batches())
+        if len(self._pending) >= self._coalesce_samples:
+            self._wake.set()
+
+    async def finish(self) -> None:
+        """Return once everything added is durable and answered."""
+        self._ending = True
+        self._wake.set()
+        while self._tasks:
+            await asyncio.gather(*self._tasks)
+
+    def stop(self) -> None:
+        """Give up what is not published yet."""
+        for task in self._tasks:
+            task.cancel()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _publish_batches(self) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(self._coalesce_s):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+            self._wake.clear()
+            batch, self._pending = self._pending, []
+            if batch:
+                self._events += 1
+                # unique per event: only a retry of the very same publish is a duplicate
+                await self._publish(tuple(batch), f"{self._job.group_id}:{self._nonce}:{self._events}")
+            elif self._ending:
+                return
+            else:
+                await self._wake.wait()
+
+    async def _publish_singly(self, sample: Sample) -> None:
+        ack = await self._publish((sample,), ids.sample_id(self._job.group_id, sample.index))
+        if ack.duplicate:
+            sample = await self._winner(ack.sequence, sample)
+        await reply(self._bus, self._job, (sample,), self._origin.logprobs_mode)
+
+    async def _publish(self, samples: tuple[Sample, ...], msg_id: str) -> PubAck:
+        event = self._event(samples)
+        todo = self._todo if event.scoring is not None else ScorerKind.DONE
+        subject = subjects.samples(todo, self._job.tenant)
+        headers = {Header.GROUP.value: self._job.group_id}
+        return await persistently(
+            lambda: self._bus.publish(subject, event, msg_id=msg_id, headers=headers), "samples", self._job.group_id
+        )
+
+    def _event(self, samples: tuple[Sample, ...]) -> SamplesFinished:
+        job = self._job
+        scored = self._todo is not ScorerKind.DONE and any(s.status is SampleStatus.SUCCEEDED for s in samples)
+        scoring = ScoringTask(
+            scorers=job.scorers,
+            prompt_text=job.prompt_text,
+            messages=job.messages,
+            task=job.task,
+            metadata=job.metadata,
+            deadline=job.deadline,
+        )
+        return SamplesFinished(
+            tenant=job.tenant,
+            run=job.run,
+            batch_id=job.batch_id,
+            group_id=job.group_id,
+            n=job.n,
+            policy=job.policy,
+            job_seq=self._job_seq,
+            fence=(job.session.fence if job.session is not None else 0) or self._job_seq,
+            incarnation=self._origin.incarnation,
+            engine=self._origin.engine,
+            logprobs_mode=self._origin.logprobs_mode,
+            model_max_len=self._origin.model_max_len,
+            sampling=job.sampling,
+            session=job.session,
+            samples=samples,
+            scoring=scoring if scored else None,
+            traceparent=job.traceparent,
+        )
+
+    async def _winner(self, sequence: int, mine: Sample) -> Sample:
+        """The sample as the record has it: another worker's, published first under the same id."""
+        found = await recorded(self._bus, {mine.index: sequence})
+        return found.get(mine.index, mine)
+
+
+async def reply(bus: Bus, job: SampleGroup, samples: tuple[Sample, ...], logprobs_mode: str) -> None:
+    """Tell whoever waits for this job; a lost reply is found in the record."""
+    if job.reply is Reply.NONE or not samples:
+        return
+    message = SampleReply(
+        group_id=job.group_id,
+        prompt_tokens=len(job.prompt_token_ids),
+        logprobs_mode=logprobs_mode,
+        samples=samples,
+    )
+    try:
+        await bus.publish_core(subjects.reply(job.group_id), message)
+    except BusError as error:
+        log.warning("reply_failed", group=job.group_id, error=error.message)
+
+
+async def recorded(bus: Bus, sequences: dict[int, int]) -> dict[int, Sample]:
+    """Samples by index as stored in RG_SAMPLES; those whose event is gone are missing."""
+    found: dict[int, Sample] = {}
+    for sequence in sorted(set(sequences.values())):
+        stored = await bus.stored(SAMPLES.name, sequence)
+        if stored is None or stored.data is None:
+            continue
+        headers = dict(stored.headers or {})
+        data = await bus.resolve(stored.data, headers)
+        event = codec.decode(data, SamplesFinished, headers.get(Header.CONTENT_TYPE, codec.MSGPACK))
+        found |= {s.index: s for s in event.samples if sequences.get(s.index) == sequence}
+    return found
+
+
+async def persistently(publish: Callable[[], Awaitable[PubAck]], what: str, group: str) -> PubAck:
+    """Publish until it is acknowledged; the caller's deadline ends it by cancelling."""
+    delay = FIRST_RETRY_S
+    while True:
+        try:
+            return await publish()
+        except (QueueFull, BusError, StorageError) as error:
+            log.warning("publish_retried", what=what, group=group, code=error.code, error=error.message)
+            await asyncio.sleep(delay)
+            delay = min(delay * 2, LAST_RETRY_S)

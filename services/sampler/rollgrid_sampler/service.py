@@ -1,0 +1,463 @@
+"""Wiring, start, drain and stop of one sampler, and the loops that keep it honest.
+
+Flow: lanes read deliveries → triage (deadline, version, what the record already has) → fair queue →
+slots → handler → ack.  Heartbeats for everything held go out only while the engine's own loop
+answers; when the engine dies, held work goes back and the process ends with an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections import OrderedDict
+from functools import partial
+from typing import Any, cast
+
+import msgspec
+from rollgrid_contracts import ids, subjects
+from rollgrid_contracts.fleet import CancelWork, DrainWorker, WorkerCommand, WorkerState
+from rollgrid_contracts.jobs import Job, OpenEpisode, SampleGroup, SamplingParams
+from rollgrid_contracts.subjects import EVERY_WORKER, PoolLane
+from rollgrid_contracts.topology import WORKER_LEASE_S, WORKERS
+from rollgrid_runtime.blobs import Blobs
+from rollgrid_runtime.bus import Bus
+from rollgrid_runtime.errors import BusError, PayloadGone, RollgridError, StorageError
+from rollgrid_runtime.kv import Table
+from rollgrid_runtime.logging import get_logger
+from rollgrid_runtime.pulling import Delivery
+from rollgrid_runtime.service import connections, instance_name
+from rollgrid_runtime.settings import NatsSettings, S3Settings
+
+from .engines.base import Engine, EngineDead, GenerationRequest
+from .fair import WEIGHTS, FairQueue
+from .handler import Context, Handler
+from .jobs import HeldJob, Outcome
+from .lanes import Lanes
+from .ledger import LedgerDesk
+from .settings import EngineKind, SamplerSettings
+from .slots import Slots
+from .suspects import Suspects
+from .weights import Weights
+
+log = get_logger(__name__)
+ANY_JOB = cast(type[SampleGroup | OpenEpisode], Job)
+ANY_COMMAND = cast(type[CancelWork | DrainWorker], WorkerCommand)
+REMEMBERED = 20_000
+"""Cancelled groups and refused jobs remembered."""
+DRAIN_MARGIN_S = 2.0
+"""Kept back from the drain's time for handing work back and flushing."""
+
+
+class SamplerService:
+    """See `rollgrid_runtime.service.Service`."""
+
+    name = "sampler"
+
+    def __init__(
+        self, settings: SamplerSettings, nats: NatsSettings | None = None, s3: S3Settings | None = None
+    ) -> None:
+        self.settings = settings
+        self.worker = instance_name(settings, self.name)
+        self.incarnation = secrets.token_hex(8)
+        self.pool = ids.pool_id(settings.policy, settings.dtype, settings.device, settings.region)
+        self.engine = make_engine(settings)
+        self._nats, self._s3 = nats or NatsSettings(), s3 or S3Settings()
+        self._stack = contextlib.AsyncExitStack()
+        self._slots = Slots(settings.slots)
+        self._queue: FairQueue[PoolLane, HeldJob] = FairQueue()
+        self._held: dict[int, HeldJob] = {}
+        self._triage: set[asyncio.Task[None]] = set()
+        self._refusals: OrderedDict[int, int] = OrderedDict()
+        self._cancelled: OrderedDict[str, None] = OrderedDict()
+        self._room = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._failure: asyncio.Future[None] | None = None
+        self._drain_asked = asyncio.Event()
+        self._started_at = time.time()
+        self._leased_at = 0.0
+        self._engine_ok_at = 0.0
+        self._engine_problem: str | None = "starting"
+        self._draining = False
+        self._mean_cost = 8.0
+
+    # -- life ---------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        self.bus, self.blobs = await self._stack.enter_async_context(connections(self.worker, self._nats, self._s3))
+        self._wire(self.bus, self.blobs)
+
+    def _wire(self, bus: Bus, blobs: Blobs) -> None:
+        self._workers: Table[WorkerState] = Table(bus, WORKERS, WorkerState)
+        self._weights = Weights(bus, blobs, self.engine, self.settings)
+        self._ledger = LedgerDesk(bus, self.settings.ledger_timeout_s)
+        context = Context(
+            bus, self.engine, Suspects(bus), self._weights.met, self.settings, self.worker, self.incarnation
+        )
+        self._handler = Handler(context, self._free_seat)
+        self._lanes = Lanes(bus, self.pool, self._allowance, self._wait_for_room, self._take)
+
+    async def run(self) -> None:
+        """Load the engine, then sample until drained.  Raises EngineDead."""
+        self._failure = asyncio.get_running_loop().create_future()
+        version, folder = await self._weights.first()
+        log.info("engine_starting", engine=self.settings.engine.value, version=version, pool=self.pool)
+        await self.engine.start(version, folder)
+        await self._prove_engine()
+        for target in (self.worker, EVERY_WORKER):
+            await self.bus.subscribe(subjects.worker_control(target), ANY_COMMAND, self._on_command)
+        loops = (
+            self._weights.follow(),
+            self._watch_engine(),
+            self._heartbeat(),
+            self._lease(),
+            self._dispatch(),
+            self._lanes.run(),
+            self._until_failure(),
+            self._until_drained(),
+        )
+        tasks = [asyncio.create_task(loop) for loop in loops]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        except BaseExceptionGroup as group:  # a loop's TaskGroup wraps what ended it
+            dead = group.subgroup(EngineDead)
+            raise (dead.exceptions[0] if dead is not None else group) from group
+        finally:
+            self._engine_problem = self._engine_problem or "stopped"
+            await _cancelled(tasks)
+            await self._hand_back()
+
+    async def drain(self) -> None:
+        """Take nothing more, finish what runs, hand the rest back."""
+        self._draining = True
+        try:
+            async with asyncio.timeout(max(0.0, self.settings.drain_s - DRAIN_MARGIN_S)):
+                if hasattr(self, "_lanes"):
+                    await self._lanes.stop()
+                    await self._return_unstarted()
+                    while self._held:
+                        self._idle.clear()
+                        await self._idle.wait()
+        except TimeoutError:
+            log.warning("drain_cut_short", held=len(self._held))
+
+    async def stop(self) -> None:
+        if hasattr(self, "_workers"):
+            with contextlib.suppress(BusError):
+                await self._workers.delete(self.worker)
+        await self.engine.close()
+        await self._stack.aclose()
+
+    async def _prove_engine(self) -> None:
+        """Ready means that a real token came out."""
+        request = GenerationRequest(
+            request_id="readiness",
+            sample="readiness",
+            index=0,
+            prompt_token_ids=[1],
+            sampling=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
+        )
+        try:
+            async with asyncio.timeout(self.settings.engine_timeout_s):
+                result = await self.engine.generate(request)
+        except (TimeoutError, RollgridError) as error:
+            raise EngineDead(f"the engine does not generate: {error!r}") from error
+        if len(result.token_ids) != 1:
+            raise EngineDead(f"the engine gave {len(result.token_ids)} tokens instead of one")
+        self._engine_ok_at, self._engine_problem = time.monotonic(), None
+        log.info("engine_ready", engine=self.engine.facts.name, version=self.engine.loaded.version)
+
+    # -- deliveries in ------------------------------------------------------------------------
+
+    def _allowance(self, lane: PoolLane) -> int:
+        """Jobs this lane may ask for now: its share of the free slots, and a small prefetch."""
+        if self._draining or self._engine_problem is not None:
+            return 0
+        free = max(0.0, self._slots.free - self._queue.cost) / self._mean_cost
+        share = free / max(1, len(self._lanes.working | {lane}))
+        return max(0, int(share) + self.settings.prefetch - self._queue.depth(lane)) or (
+            1 if self._slots.free > self._queue.cost and not self._queue.depth(lane) else 0
+        )
+
+    async def _wait_for_room(self) -> None:
+        self._room.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await self._room.wait()
+
+    async def _take(self, lane: PoolLane, delivery: Delivery) -> None:
+        """A delivery from the lane's reader: hold it, and triage it beside the reading."""
+        known = self._held.get(delivery.sequence)
+        if known is not None:  # came back to us while we work on it: the newer delivery is the one to ack
+            known.delivery = delivery
+            return
+        try:
+            job = await delivery.message(ANY_JOB)
+        except PayloadGone as error:
+            log.error("job_payload_gone", sequence=delivery.sequence, error=error.message)
+            await self._settle(delivery, Outcome.ACK)
+            return
+        except StorageError as error:
+            log.warning("job_unreadable_now", sequence=delivery.sequence, error=error.message)
+            await self._settle(delivery, Outcome.REFUSE)
+            return
+        except (msgspec.DecodeError, RecursionError) as error:
+            log.error("job_undecodable", sequence=delivery.sequence, error=repr(error))
+            await self._settle(delivery, Outcome.ACK)
+            return
+        if not isinstance(job, SampleGroup):
+            await self._settle(delivery, Outcome.ACK)
+            return
+        refused = self._refusals.get(delivery.sequence, 0)
+        held = HeldJob(delivery, job, lane, suspect=delivery.delivered - 1 - refused > 0)
+        self._held[held.sequence] = held
+        self._mean_cost += (max(1, len(job.indexes)) - self._mean_cost) / 16
+        if held.seconds_left() <= 0 or job.group_id in self._cancelled:
+            await self._end(held, Outcome.ACK)
+        elif not self._weights.met(job.weights):
+            await self._end(held, Outcome.REFUSE)
+        elif self._lanes.doubtful(delivery):
+            task = asyncio.create_task(self._ask_ledger(held))
+            self._triage.add(task)
+            task.add_done_callback(self._triage.discard)
+        else:
+            self._enqueue(held)
+
+    async def _ask_ledger(self, held: HeldJob) -> None:
+        status = await self._ledger.status(held.job.group_id)
+        if status is not None:
+            if status.closed_seq:
+                await self._end(held, Outcome.ACK)
+                return
+            held.done = dict(status.done)
+        self._enqueue(held)
+
+    def _enqueue(self, held: HeldJob) -> None:
+        if held.cancelled or self._draining or self._held.get(held.sequence) is not held:
+            return
+        self._queue.push(held.lane, held, max(1, len(held.missing)), WEIGHTS[held.lane.priority])
+        self._room.set()
+
+    # -- work ---------------------------------------------------------------------------------
+
+    async def _dispatch(self) -> None:
+        """Admit the job whose turn it is whenever there is room for it."""
+        while True:
+            held = self._queue.peek()
+            if held is None or not self._slots.admissible(alone=held.suspect):
+                await self._wait_for_room()
+                continue
+            self._queue.pop()
+            seats = self._slots.admit(held.sequence, max(1, len(held.missing)), alone=held.suspect)
+            for _ in range(seats):
+                held.seats.release()
+            held.task = asyncio.create_task(self._handler.handle(held), name=held.job.group_id)
+            held.task.add_done_callback(partial(self._worked, held))
+            await asyncio.sleep(0)
+
+    def _free_seat(self, held: HeldJob) -> None:
+        self._seat(self._slots.release(held.sequence))
+        self._room.set()
+
+    def _seat(self, successor: int | None) -> None:
+        if successor is not None:
+            self._held[successor].seats.release()
+
+    def _worked(self, held: HeldJob, task: asyncio.Task[Outcome]) -> None:
+        for successor in self._slots.leave(held.sequence):
+            self._seat(successor)
+        self._room.set()
+        if task.cancelled():
+            return  # draining: handed back by whoever cancelled it
+        error = task.exception()
+        if error is not None:
+            if self._failure is not None and not self._failure.done():
+                self._failure.set_exception(error)
+            return
+        settling = asyncio.create_task(self._end(held, task.result()))
+        self._triage.add(settling)
+        settling.add_done_callback(self._triage.discard)
+
+    async def _end(self, held: HeldJob, outcome: Outcome) -> None:
+        self._held.pop(held.sequence, None)
+        if outcome is Outcome.REFUSE:
+            self._refusals[held.sequence] = self._refusals.get(held.sequence, 0) + 1
+            while len(self._refusals) > REMEMBERED:
+                self._refusals.popitem(last=False)
+        else:
+            self._refusals.pop(held.sequence, None)
+        await self._settle(held.delivery, outcome)
+        if not self._held:
+            self._idle.set()
+        self._room.set()
+
+    async def _settle(self, delivery: Delivery, outcome: Outcome) -> None:
+        try:
+            if outcome is Outcome.ACK:
+                await delivery.ack()
+            else:
+                await delivery.nak(self.settings.refuse_delay_s if outcome is Outcome.REFUSE else 0.0)
+        except BusError as error:  # it comes again after the ack-wait, and the record tells what is done
+            log.warning("delivery_not_settled", sequence=delivery.sequence, outcome=outcome.value, error=error.message)
+
+    async def _on_command(self, command: CancelWork | DrainWorker, _reply: str) -> None:
+        if isinstance(command, DrainWorker):
+            log.info("drain_asked", deadline=command.deadline)
+            self._drain_asked.set()
+            return
+        wanted = set(command.group_ids)
+        for group_id in wanted:
+            self._cancelled[group_id] = None
+        while len(self._cancelled) > REMEMBERED:
+            self._cancelled.popitem(last=False)
+        for held in self._queue.remove(lambda held: held.job.group_id in wanted):
+            held.cancel()
+            await self._end(held, Outcome.ACK)
+        for held in [h for h in self._held.values() if h.job.group_id in wanted]:
+            if held.task is not None:
+                held.cancel()
+            else:  # still in triage
+                held.cancelled = True
+                await self._end(held, Outcome.ACK)
+
+    # -- loops --------------------------------------------------------------------------------
+
+    async def _watch_engine(self) -> None:
+        """Round trips through the engine's loop.  Raises EngineDead."""
+        while True:
+            await self.engine.health()
+            self._engine_ok_at = time.monotonic()
+            await asyncio.sleep(min(1.0, self._nats.ack_wait_s / 6))
+
+    async def _heartbeat(self) -> None:
+        """Keep what is held from being given to others, while the engine answers."""
+        while True:
+            await asyncio.sleep(self._nats.ack_wait_s / 3)
+            if time.monotonic() - self._engine_ok_at > self._nats.ack_wait_s:
+                log.warning("heartbeats_withheld", held=len(self._held))
+                continue
+            try:
+                for held in list(self._held.values()):
+                    await held.delivery.in_progress()
+            except BusError as error:
+                log.warning("heartbeat_failed", error=error.message)
+
+    async def _lease(self) -> None:
+        while True:
+            try:
+                await self._workers.put(self.worker, self.lease())
+                self._leased_at = time.monotonic()
+            except BusError as error:
+                log.warning("lease_not_renewed", error=error.message)
+            await asyncio.sleep(WORKER_LEASE_S / 3)
+
+    def lease(self) -> WorkerState:
+        return WorkerState(
+            worker=self.worker,
+            incarnation=self.incarnation,
+            pool=self.pool,
+            engine=self.engine.facts.name,
+            device=self.settings.device,
+            region=self.settings.region,
+            dtype=self.settings.dtype,
+            slots=self._slots.total,
+            busy=self._slots.busy,
+            max_model_len=self.engine.facts.max_model_len,
+            loaded=self._weights.loaded(),
+            draining=self._draining,
+            quarantined=self._weights.problem,
+            started_at=self._started_at,
+            renewed_at=time.time(),
+            tokens_total=self._handler.tokens_total,
+            samples_total=self._handler.samples_total,
+        )
+
+    async def _until_failure(self) -> None:
+        assert self._failure is not None
+        try:
+            await self._failure
+        except EngineDead as error:
+            self._engine_problem = error.message
+            raise
+
+    async def _until_drained(self) -> None:
+        """A drain asked for on the control subject: finish, then end the process well."""
+        await self._drain_asked.wait()
+        await self.drain()
+
+    # -- handing back -------------------------------------------------------------------------
+
+    async def _return_unstarted(self) -> None:
+        for held in self._queue.remove(lambda _: True):
+            await self._end(held, Outcome.RETURN)
+        for held in [h for h in self._held.values() if h.task is None]:
+            await self._end(held, Outcome.RETURN)
+
+    async def _hand_back(self) -> None:
+        """Stop all work; whatever is still held goes back at once for others to take."""
+        self._draining = True
+        working = [held.task for held in self._held.values() if held.task is not None]
+        await _cancelled([*working, *self._triage])
+        for held in list(self._held.values()):
+            await self._end(held, Outcome.RETURN)
+
+    # -- health -------------------------------------------------------------------------------
+
+    async def problems(self) -> dict[str, str]:
+        found = {}
+        if self._engine_problem is not None:
+            found["engine"] = self._engine_problem
+        if not self.bus.connected:
+            found["nats"] = "not connected"
+        if self._leased_at == 0.0 or time.monotonic() - self._leased_at > WORKER_LEASE_S:
+            found["lease"] = "no lease written lately"
+        if self._weights.problem is not None:
+            found["weights"] = self._weights.problem
+        if self._draining:
+            found["draining"] = "takes no new work"
+        return found
+
+    def facts(self) -> dict[str, Any]:
+        loaded = self.engine.loaded
+        return {
+            "worker": self.worker,
+            "pool": self.pool,
+            "policy": self.settings.policy,
+            "engine": self.settings.engine.value,
+            "version": loaded.version,
+            "fingerprint": loaded.fingerprint,
+            "slots": self._slots.total,
+            "busy": self._slots.busy,
+            "held": len(self._held),
+            "queued": len(self._queue),
+            "lanes": self._lanes.count,
+            "tokens_total": self._handler.tokens_total,
+            "samples_total": self._handler.samples_total,
+        }
+
+
+def make_engine(settings: SamplerSettings) -> Engine:
+    """The configured engine; only its own module is imported."""
+    match settings.engine:
+        case EngineKind.VLLM:
+            from .engines.vllm import VllmEngine
+
+            return VllmEngine(settings)
+        case EngineKind.SCRIPTED:
+            from .engines.scripted import ScriptedEngine
+
+            return ScriptedEngine(settings)
+        case EngineKind.OPENAI_HTTP:
+            from .engines.openai_http import OpenAIEngine
+
+            return OpenAIEngine(settings)
+
+
+async def _cancelled(tasks: list[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks)

@@ -1,0 +1,44 @@
+"""Who began a job that came back: the count that ends a job which kills its samplers.
+
+A start is recorded before the engine is touched, so a crash cannot hide it; success clears it.
+"""
+
+from __future__ import annotations
+
+from rollgrid_contracts.fleet import Suspect
+from rollgrid_contracts.topology import SUSPECTS
+from rollgrid_runtime.bus import Bus
+from rollgrid_runtime.errors import Conflict
+from rollgrid_runtime.kv import Table
+
+ATTEMPTS = 20
+
+
+class Suspects:
+    """All methods raise BusError when the bucket is out of reach."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._table: Table[Suspect] = Table(bus, SUSPECTS, Suspect)
+
+    async def starts(self, group_id: str) -> int:
+        found = await self._table.get(group_id)
+        return found.value.starts if found is not None else 0
+
+    async def record(self, group_id: str, worker: str) -> int:
+        """One more start, by compare-and-set; the number of starts now."""
+        for _ in range(ATTEMPTS):
+            found = await self._table.get(group_id)
+            try:
+                if found is None:
+                    await self._table.create(group_id, Suspect(group_id=group_id, starts=1, workers=(worker,)))
+                    return 1
+                value = found.value
+                more = Suspect(group_id=group_id, starts=value.starts + 1, workers=(*value.workers, worker))
+                await self._table.update(group_id, more, found.revision)
+            except Conflict:
+                continue
+            return more.starts
+        raise Conflict(f"{group_id}: {ATTEMPTS} attempts to record a start were overtaken")
+
+    async def clear(self, group_id: str) -> None:
+        await self._table.delete(group_id)
