@@ -27,6 +27,7 @@ class Accepted(msgspec.Struct, frozen=True, kw_only=True):
 
     batch_id: str
     run: str
+    policy: str = ""
     cursor: int = 0
     group_ids: tuple[str, ...] = ()
     n: int = 0
@@ -34,7 +35,11 @@ class Accepted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BatchProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a batch stands.  `counts` are ended samples by status, `finished` those generated so far."""
+    """Where a batch stands.
+
+    `counts` are ended samples by status, `finished` those generated so far; `cursor` is one before
+    its first close.
+    """
 
     batch_id: str
     run: str = ""
@@ -44,12 +49,22 @@ class BatchProgress(msgspec.Struct, frozen=True, kw_only=True):
     finished: int = 0
     counts: dict[str, int] = {}
     done: bool = False
+    cursor: int = 0
     deadline: float = 0.0
 
 
 class PageItem(msgspec.Struct, frozen=True, kw_only=True):
     cursor: int
     group: GroupClosed
+
+
+class GroupAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """One group: closed with its `cursor`, or still open (`group` is None) with the indexes `done` so far."""
+
+    cursor: int = 0
+    group: GroupClosed | None = None
+    n: int = 0
+    done: tuple[int, ...] = ()
 
 
 class Page(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,6 +97,14 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     workers: tuple[WorkerState, ...] = ()
 
 
+class PolicyList(msgspec.Struct, frozen=True, kw_only=True):
+    data: tuple[Policy, ...]
+
+
 class Fleet(msgspec.Struct, frozen=True, kw_only=True):
+    """Workers that are there now, policies, and each stream with how far its readers are behind."""
+
     workers: tuple[WorkerState, ...] = ()
-    queues: dict[str, Any] = {}
+    policies: tuple[Policy, ...] = ()
+    queues: dict[str, dict[str, Any]] = {}
+    ledger: dict[str, Any] = {}

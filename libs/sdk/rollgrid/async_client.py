@@ -52,7 +52,7 @@ class AsyncBatch:
     ) -> AsyncGenerator[Group, None]:
         """As `Batch.groups`, for `async for`."""
         reader = Reader(
-            functools.partial(calls.batch_page, self.batch_id),
+            functools.partial(calls.batch_page, self.batch_id, self.run),
             scope=f"batch:{self.batch_id}",
             cursor=self.cursor if cursor is None else cursor,
             timeout_s=iteration_timeout(self._accepted, timeout),
@@ -122,10 +122,10 @@ class AsyncClient:
         )  # fmt: skip
         return AsyncBatch(self._transport, await self._transport.send(calls.submit(body, idempotency_key)))
 
-    async def batch(self, batch_id: str, *, cursor: int = 0) -> AsyncBatch:
+    async def batch(self, batch_id: str) -> AsyncBatch:
         """As `Client.batch`."""
         known = await self._transport.send(calls.batch_status(batch_id))
-        accepted = Accepted(batch_id=batch_id, run=known.run, cursor=cursor, deadline=known.deadline)
+        accepted = Accepted(batch_id=batch_id, run=known.run, cursor=known.cursor, deadline=known.deadline)
         return AsyncBatch(self._transport, accepted)
 
     def trajectories(
@@ -138,9 +138,8 @@ class AsyncClient:
         return _read(self._transport, reader)
 
     async def group(self, group_id: str) -> Group:
-        """One closed group; raises NotFound while it is open."""
-        item = await self._transport.send(calls.group(group_id))
-        return Group(item.group, item.cursor)
+        """One closed group; raises GroupOpen while it is not, NotFound when nobody knows it."""
+        return await self._transport.send(calls.group(group_id))
 
     async def policies(self) -> tuple[Policy, ...]:
         return await self._transport.send(calls.policies())

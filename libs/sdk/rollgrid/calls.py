@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 import msgspec
 from rollgrid_contracts import codec, ids
 
-from .answers import Accepted, BatchProgress, Fleet, ModelList, Page, PageItem, Policy
-from .errors import ServerError
+from .answers import Accepted, BatchProgress, Fleet, GroupAnswer, ModelList, Page, Policy, PolicyList
+from .errors import GroupOpen, ServerError
+from .results import Group
 from .transport import Call
 
 T = TypeVar("T")
@@ -64,9 +65,10 @@ def cancel(batch_id: str) -> Call[None]:
     return Call("POST", f"/v1/rollouts/{_segment(batch_id)}/cancel", _ignore)
 
 
-def batch_page(batch_id: str, cursor: int, wait_s: float, read_timeout_s: float) -> Call[Page]:
+def batch_page(batch_id: str, run: str, cursor: int, wait_s: float, read_timeout_s: float) -> Call[Page]:
+    """Naming the run lets an ingest that has just started answer without asking the ledger."""
     path = f"/v1/rollouts/{_segment(batch_id)}/groups"
-    return _page(path, cursor, wait_s, read_timeout_s)
+    return _page(path, cursor, wait_s, read_timeout_s, {"run": run} if run else {})
 
 
 def run_page(run: str, cursor: int, wait_s: float, read_timeout_s: float) -> Call[Page]:
@@ -74,22 +76,29 @@ def run_page(run: str, cursor: int, wait_s: float, read_timeout_s: float) -> Cal
     return _page(path, cursor, wait_s, read_timeout_s)
 
 
-def _page(path: str, cursor: int, wait_s: float, read_timeout_s: float) -> Call[Page]:
+def _page(
+    path: str, cursor: int, wait_s: float, read_timeout_s: float, more: dict[str, str] | None = None
+) -> Call[Page]:
     params: dict[str, str | int | float] = {"cursor": cursor, "limit": PAGE_LIMIT, "wait_s": round(wait_s, 3)}
+    params |= more or {}
     return Call("GET", path, _reader(Page), params=params, read_timeout_s=read_timeout_s)
 
 
-def group(group_id: str) -> Call[PageItem]:
-    return Call("GET", f"/v1/groups/{_segment(group_id)}", _reader(PageItem))
+def group(group_id: str) -> Call[Group]:
+    read = _reader(GroupAnswer)
+
+    def parse(body: bytes, content_type: str) -> Group:
+        answer = read(body, content_type)
+        if answer.group is None:
+            raise GroupOpen(group_id, answer.n, answer.done)
+        return Group(answer.group, answer.cursor)
+
+    return Call("GET", f"/v1/groups/{_segment(group_id)}", parse)
 
 
 def policies() -> Call[tuple[Policy, ...]]:
-    listed = _reader(PolicyList)
-    return Call("GET", "/v1/policies", lambda body, kind: listed(body, kind).data)
-
-
-class PolicyList(msgspec.Struct, frozen=True, kw_only=True):
-    data: tuple[Policy, ...]
+    read = _reader(PolicyList)
+    return Call("GET", "/v1/policies", lambda body, content_type: read(body, content_type).data)
 
 
 def policy(name: str) -> Call[Policy]:

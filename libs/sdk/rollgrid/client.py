@@ -70,7 +70,7 @@ class Batch:
             Unreachable: no answer for `Retries.outage_budget_s`.
         """
         reader = Reader(
-            functools.partial(calls.batch_page, self.batch_id),
+            functools.partial(calls.batch_page, self.batch_id, self.run),
             scope=f"batch:{self.batch_id}",
             cursor=self.cursor if cursor is None else cursor,
             timeout_s=iteration_timeout(self._accepted, timeout),
@@ -154,11 +154,11 @@ class Client:
         )  # fmt: skip
         return Batch(self._transport, self._transport.send(calls.submit(body, idempotency_key)))
 
-    def batch(self, batch_id: str, *, cursor: int = 0) -> Batch:
+    def batch(self, batch_id: str) -> Batch:
         """The handle of a batch submitted before, perhaps by another process; asks the server for it."""
         known = self._transport.send(calls.batch_status(batch_id))
         return Batch(
-            self._transport, Accepted(batch_id=batch_id, run=known.run, cursor=cursor, deadline=known.deadline)
+            self._transport, Accepted(batch_id=batch_id, run=known.run, cursor=known.cursor, deadline=known.deadline)
         )
 
     def trajectories(
@@ -175,9 +175,8 @@ class Client:
         return _read(self._transport, reader)
 
     def group(self, group_id: str) -> Group:
-        """One closed group; raises NotFound while it is open."""
-        item = self._transport.send(calls.group(group_id))
-        return Group(item.group, item.cursor)
+        """One closed group; raises GroupOpen while it is not, NotFound when nobody knows it."""
+        return self._transport.send(calls.group(group_id))
 
     def policies(self) -> tuple[Policy, ...]:
         return self._transport.send(calls.policies())

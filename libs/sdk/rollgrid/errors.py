@@ -35,6 +35,16 @@ class CursorMismatch(ConfigurationError):
     """The cursor file belongs to another batch or run, or is damaged."""
 
 
+class GroupOpen(RollgridError):
+    """The group has not closed yet; `done` are the indexes generated so far."""
+
+    def __init__(self, group_id: str, n: int, done: tuple[int, ...]) -> None:
+        super().__init__(f"group {group_id} is open: {len(done)} of {n} samples generated")
+        self.group_id = group_id
+        self.n = n
+        self.done = done
+
+
 class RollgridAPIError(RollgridError):
     """The server refused.
 

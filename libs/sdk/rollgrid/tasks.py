@@ -19,7 +19,7 @@ ScorerLike: TypeAlias = "str | Mapping[str, Any] | ScorerSpec"
 """A scorer by its type, or with its `name`, `params`, `weight`, `gate` and `timeout_s`."""
 
 
-def task_body(task: TaskLike) -> dict[str, Any]:
+def task_body(task: object) -> dict[str, Any]:
     """One task as the server takes it; raises TypeError when its form is none of `TaskLike`."""
     if isinstance(task, str):
         return {"prompt": task}
