@@ -72,6 +72,20 @@ def _not_live(policy: Policy, version: int, timeout: float) -> DeadlineExceeded:
     )
 
 
+class _Numbers:
+    """Chooses version numbers: beyond the newest the server names, and beyond those tried here.
+
+    The server learns of a commit a moment after it, so its `newest` alone may name a taken number.
+    """
+
+    def __init__(self) -> None:
+        self._tried: dict[str, int] = {}
+
+    def next(self, policy: str, state: Policy) -> int:
+        self._tried[policy] = max(self._tried.get(policy, 0), state.newest) + 1
+        return self._tried[policy]
+
+
 def _lost_races(policy: str) -> VersionUnavailable:
     return VersionUnavailable(
         f"other publishers took the next version of {policy} {_RACES} times", code="version_unavailable", status=409
@@ -106,6 +120,7 @@ class Weights:
 
     def __init__(self, transport: SyncTransport) -> None:
         self._transport = transport
+        self._numbers = _Numbers()
 
     def publish(
         self, policy: str, source: str | os.PathLike[str], *, step: int | None = None, version: int | None = None
@@ -120,7 +135,7 @@ class Weights:
         files = weight_files(source)
         facts = facts_of(files, step)
         for _ in range(_RACES):
-            number = version if version is not None else self._transport.send(calls.policy(policy)).newest + 1
+            number = version or self._numbers.next(policy, self._transport.send(calls.policy(policy)))
             try:
                 for file in files:
                     self._transport.send(calls.put_file(policy, number, file))
@@ -161,6 +176,7 @@ class AsyncWeights:
 
     def __init__(self, transport: AsyncTransport) -> None:
         self._transport = transport
+        self._numbers = _Numbers()
 
     async def publish(
         self, policy: str, source: str | os.PathLike[str], *, step: int | None = None, version: int | None = None
@@ -169,7 +185,7 @@ class AsyncWeights:
         files = await asyncio.to_thread(weight_files, source)
         facts = await asyncio.to_thread(facts_of, files, step)
         for _ in range(_RACES):
-            number = version if version is not None else (await self._transport.send(calls.policy(policy))).newest + 1
+            number = version or self._numbers.next(policy, await self._transport.send(calls.policy(policy)))
             try:
                 for file in files:
                     await self._transport.send(calls.put_file(policy, number, file))

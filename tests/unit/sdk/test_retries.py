@@ -226,7 +226,7 @@ def test_a_publish_survives_lost_answers_and_lost_races(ingest: FaultyIngest, cl
     async def somebody_else_commits(request: object) -> None:
         ingest.newest = 2
 
-    ingest.faults.extend([refuse(503, "not_ready"), refuse(503, "not_ready"), somebody_else_commits])  # type: ignore[list-item]
+    ingest.faults.extend([refuse(503, "not_ready"), refuse(503, "not_ready"), somebody_else_commits])
     assert client.weights.publish("p", tmp_path).version == 3
     with pytest.raises(VersionUnavailable):
         client.weights.publish("p", tmp_path, version=2)
