@@ -1,0 +1,123 @@
+"""`rollgrid status`: every part, whether it works, what it runs, and how much waits."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Annotated, Any
+
+import typer
+
+from rollgrid.stack.home import PartState, StackState, find_home, find_stack
+from rollgrid.stack.probes import get_json
+
+from .output import Exit, JsonOption, console, emit
+from .table import parts_table, uptime
+
+
+def status(
+    as_json: JsonOption = False,
+    wait: Annotated[float, typer.Option(help="Seconds to wait until everything is ready.")] = 0.0,
+) -> None:
+    """Show the stack on this machine; exit code 0 when every part is ready."""
+    import time
+
+    deadline = time.monotonic() + wait
+    while True:
+        state = find_stack()
+        report = None if state is None else survey(state)
+        if (report is not None and report["ready"]) or time.monotonic() >= deadline:
+            break
+        time.sleep(0.2)
+    if state is None or report is None:
+        _absent(as_json)
+        raise typer.Exit(Exit.UNREACHABLE)
+    if as_json:
+        emit(report)
+    else:
+        _print(state, report)
+    if not report["ready"]:
+        raise typer.Exit(Exit.UNREACHABLE)
+
+
+def survey(state: StackState) -> dict[str, Any]:
+    """What the supervisor knows and what every service says of itself now, as one JSON-compatible object."""
+    services = [part for part in state.parts if part.kind == "service"]
+    headers = {"Authorization": f"Bearer {state.api_key}"}
+    with ThreadPoolExecutor(len(services) + 2) as pool:
+        answers = list(pool.map(lambda part: get_json(f"{part.url}/readyz"), services))
+        fleet_status, fleet = pool.submit(get_json, f"{state.url}/v1/fleet", headers).result()
+        _, policies = pool.submit(get_json, f"{state.url}/v1/policies", headers).result()
+    said = dict(zip((part.name for part in services), answers, strict=True))
+    parts = [_part(part, *said.get(part.name, (None, {}))) for part in state.parts]
+    return {
+        "ready": all(part["state"] == "ready" for part in parts),
+        "url": state.url,
+        "home": str(find_home()),
+        "engine": state.engine,
+        "policy": state.policy,
+        "model": state.model,
+        "started_at": state.started_at,
+        "supervisor": state.supervisor.pid,
+        "parts": parts,
+        "workers": fleet.get("workers", []) if fleet_status == 200 else [],
+        "queues": fleet.get("queues", {}) if fleet_status == 200 else {},
+        "policies": policies.get("policies", policies.get("data", [])),
+    }
+
+
+def _part(part: PartState, code: int | None, body: dict[str, Any]) -> dict[str, Any]:
+    state, problems = part.state, dict(part.problems)
+    if code is not None and part.state not in ("restarting", "stopping"):
+        state = "ready" if code == 200 else part.state if part.state == "starting" else "not_ready"
+        problems = body.get("problems") or ({} if code == 200 else {"door": body.get("error", f"HTTP {code}")})
+    return {
+        "name": part.name,
+        "kind": part.kind,
+        "state": state,
+        "pid": part.process.pid if part.process else None,
+        "url": part.url,
+        "version": part.version or str(body.get("version", "")),
+        "restarts": part.restarts,
+        "problems": problems,
+        "facts": {name: value for name, value in body.items() if name not in ("status", "problems", "error")},
+        "log": part.log,
+    }
+
+
+def _print(state: StackState, report: dict[str, Any]) -> None:
+    import msgspec
+
+    screen = console()
+    shown = tuple(
+        msgspec.structs.replace(part, state=row["state"], problems=row["problems"], version=row["version"])
+        for part, row in zip(state.parts, report["parts"], strict=True)
+    )
+    screen.print(parts_table(shown, {row["name"]: _facts(row["facts"]) for row in report["parts"]}))
+    for worker in report["workers"]:
+        loaded = ", ".join(f"{v['policy']}@{v['version']}" for v in worker.get("loaded", [])) or "nothing"
+        screen.print(
+            f"worker {worker['worker']}: {loaded} · {worker.get('engine')} {worker.get('dtype', '')} · "
+            f"{worker.get('busy', 0)}/{worker['slots']} slots busy"
+        )
+    if report["queues"]:
+        screen.print("queues  " + _facts(report["queues"]), soft_wrap=True)
+    ready = "[bold green]ready[/]" if report["ready"] else "[bold red]not ready[/]"
+    screen.print(f"{ready}  {state.url}  engine {state.engine}, policy {state.policy}, up {uptime(state)}")
+
+
+def _facts(facts: dict[str, Any], prefix: str = "") -> str:
+    """Numbers and short texts of a nested object on one line."""
+    words = []
+    for name, value in facts.items():
+        if isinstance(value, dict):
+            words.append(_facts(value, f"{prefix}{name}."))
+        elif isinstance(value, (int, float, str, bool)) and value not in ("", None):
+            words.append(f"{prefix}{name}={value:.4g}" if isinstance(value, float) else f"{prefix}{name}={value}")
+    return " ".join(word for word in words if word)
+
+
+def _absent(as_json: bool) -> None:
+    if as_json:
+        emit({"ready": False, "home": str(find_home()), "parts": []})
+    else:
+        console(stderr=True).print(f"no stack runs in {find_home()}; start one with `rollgrid up`")

@@ -1,0 +1,1 @@
+"""Small models to start with: prepared once, cached, checked by digest."""

@@ -1,0 +1,136 @@
+"""The table of services: how each is started, with which settings, and when it stops."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from rollgrid.errors import ConfigurationError
+
+from .config import StackConfig, core_sets
+from .home import Credentials, Home
+from .parts import Part
+from .processes import port_is_free
+from .servers import LOOPBACK, free_port, nats_part, redis_part, s3_part
+
+DEFAULT_PORT = 8000
+DRAIN_S = 15.0
+"""How long a service may take to end what it holds; what it drops then is done again by another."""
+
+SERVER_VARIABLES = ("NATS_URL", "REDIS_URL", "S3_ENDPOINT")
+CREDENTIAL_VARIABLES = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+
+
+class Ports:
+    """Ports by name, the same as at the last start wherever they are still free."""
+
+    def __init__(self, home: Home) -> None:
+        self._home = home
+        self._earlier = home.read_ports()
+        self.taken: dict[str, int] = {}
+
+    def __call__(self, name: str, preferred: int | None = None) -> int:
+        used = set(self.taken.values())
+        for number in (self._earlier.get(name), preferred):
+            if number is not None and number not in used and port_is_free(number):
+                break
+        else:
+            number = free_port(used)
+        self.taken[name] = number
+        return number
+
+    def fixed(self, name: str, number: int) -> int:
+        """Exactly this port; raises ConfigurationError when somebody has it."""
+        if not port_is_free(number):
+            raise ConfigurationError(f"port {number} is taken; choose another with --port")
+        self.taken[name] = number
+        return number
+
+    def save(self) -> None:
+        self._home.write_ports({**self._earlier, **self.taken})
+
+
+class Service(NamedTuple):
+    """One row: `own` are its settings beyond the shared ones, without the prefix."""
+
+    name: str
+    module: str
+    stage: int
+    own: Mapping[str, str]
+    port: str = "HEALTH_PORT"
+
+    @property
+    def prefix(self) -> str:
+        return f"{self.module.upper()}_"
+
+
+def service_rows(config: StackConfig, home: Home) -> list[Service]:
+    """Every service process of this stack.  Stages: the higher ones stop first."""
+    model = {"name": config.policy, "path": str(config.model), "dtype": config.dtype}
+    if config.max_model_len:
+        model["max_model_len"] = config.max_model_len  # type: ignore[assignment]
+    rows = [
+        Service("checkpoint-sync", "rollgrid_checkpoint_sync", 1, {"MODELS": json.dumps([model])}),
+        Service("trajectory-logger", "rollgrid_trajectory_logger", 2, {}),
+        Service("scorer", "rollgrid_scorer", 3, {}),
+    ]
+    for index, cores in enumerate(core_sets(config.samplers)):
+        own = {
+            "INSTANCE": f"sampler-{index}",
+            "ENGINE": config.engine,
+            "POLICY": config.policy,
+            "MODEL": str(config.model),
+            "DTYPE": config.dtype,
+            "DEVICE": config.device,
+            "CACHE": str(home.data / "versions"),
+        }
+        if config.engine == "vllm":
+            own["OMP_THREADS_BIND"] = cores
+        if config.max_model_len:
+            own["MAX_MODEL_LEN"] = str(config.max_model_len)
+        if config.openai_url:
+            own["OPENAI_URL"] = config.openai_url
+        rows.append(Service(f"sampler-{index}", "rollgrid_sampler", 4, own))
+    door = {"HOST": LOOPBACK, "KEYS_FILE": str(home.keys_file), "CACHE_DIR": str(home.data / "tokenizers")}
+    rows.append(Service("ingest", "rollgrid_ingest", 5, door, port="PORT"))
+    return rows
+
+
+def build_parts(
+    home: Home, config: StackConfig, secrets: Credentials, ports: Ports, env: Mapping[str, str]
+) -> list[Part]:
+    """All parts of the stack, servers first.  Raises ConfigurationError."""
+    config.check()
+    servers = [
+        nats_part(home, secrets, ports, env),
+        redis_part(home, secrets, ports, env),
+        s3_part(home, secrets, ports, env, fsync=config.s3_fsync),
+    ]
+    shared = _inherited(env)
+    for server in servers:
+        shared |= server.exports
+    services = []
+    for row in service_rows(config, home):
+        if row.name == "ingest":
+            number = ports.fixed("ingest", config.port) if config.port else ports("ingest", DEFAULT_PORT)
+        else:
+            number = ports(f"health_{row.name}")
+        own = {f"{row.prefix}DRAIN_S": str(DRAIN_S), f"{row.prefix}{row.port}": str(number)}
+        # What the caller set for a service stays, except what makes it a part of this very stack.
+        own = {name: shared.get(name, value) if name.endswith("DRAIN_S") else value for name, value in own.items()}
+        own |= {f"{row.prefix}{name}": value for name, value in row.own.items()}
+        part = Part(
+            name=row.name, kind="service", stage=row.stage, url=f"http://{LOOPBACK}:{number}",
+            argv=(sys.executable, "-m", row.module), env={**shared, **own}, cwd=home.root, stop_s=DRAIN_S + 10.0,
+        )  # fmt: skip
+        services.append(part)
+    ports.save()
+    return servers + services
+
+
+def _inherited(env: Mapping[str, str]) -> dict[str, str]:
+    """The caller's environment for the services: no addresses of servers, no credentials, no virtual home."""
+    dropped = {*SERVER_VARIABLES, *CREDENTIAL_VARIABLES, "ROLLGRID_URL", "ROLLGRID_API_KEY", "ROLLGRID_HOME"}
+    return {name: value for name, value in env.items() if name not in dropped} | {"PYTHONUNBUFFERED": "1"}
