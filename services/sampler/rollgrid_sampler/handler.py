@@ -81,8 +81,11 @@ class Handler:
             await self._answer_recorded(held)
         if held.missing and not context.met(job.weights):
             return Outcome.REFUSE
+        if held.suspect and not held.missing:
+            await self._clear_suspicion(job.group_id)
+            return Outcome.ACK
         starts = 0
-        if held.suspect and held.missing:
+        if held.suspect:
             try:
                 if await context.suspects.starts(job.group_id) >= context.settings.max_starts:
                     self._quarantine(held, publisher)

@@ -1,7 +1,8 @@
 """Capacity of one engine as pure bookkeeping: which sample may start, which must wait.
 
 A job is admitted while a slot is free and nobody waits; samples of it that find no slot wait in
-order and take the next ones.  A suspect is admitted only alone, and nothing beside it.
+order and take the next ones.  A suspect is admitted only when no other job is in hand, and nothing
+beside it until it has left, so that a crash can be laid at no other door.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections import Counter, deque
 
 
 class Slots:
-    """`total` samples at once.  Keys name jobs; every admitted sample is running or waiting."""
+    """`total` samples at once.  Keys name jobs; a job is in hand from `admit` to `leave`."""
 
     def __init__(self, total: int) -> None:
         if total < 1:
@@ -18,6 +19,7 @@ class Slots:
         self.total = total
         self._running: Counter[int] = Counter()
         self._waiting: deque[int] = deque()
+        self._jobs: set[int] = set()
         self._alone: int | None = None
 
     @property
@@ -33,13 +35,18 @@ class Slots:
     def waiting(self) -> int:
         return len(self._waiting)
 
+    @property
+    def jobs(self) -> int:
+        return len(self._jobs)
+
     def admissible(self, *, alone: bool = False) -> bool:
-        return self.free == self.total if alone else self.free > 0
+        return not self._jobs if alone else self.free > 0
 
     def admit(self, key: int, samples: int, *, alone: bool = False) -> int:
         """Take a job in; how many of its samples may start now.  Requires `admissible`."""
-        if not self.admissible(alone=alone):
+        if not self.admissible(alone=alone) or key in self._jobs:
             raise ValueError(f"job {key} admitted without room")
+        self._jobs.add(key)
         if alone:
             self._alone = key
         starting = min(samples, self.total - self.busy)
@@ -52,10 +59,10 @@ class Slots:
         if self._running[key] < 1:
             raise ValueError(f"job {key} runs nothing")
         self._running[key] -= 1
-        successor = self._waiting.popleft() if self._waiting else None
-        if successor is not None:
-            self._running[successor] += 1
-        self._forget(key)
+        if not self._waiting:
+            return None
+        successor = self._waiting.popleft()
+        self._running[successor] += 1
         return successor
 
     def leave(self, key: int) -> list[int]:
@@ -66,11 +73,8 @@ class Slots:
             successor = self.release(key)
             if successor is not None:
                 successors.append(successor)
-        self._forget(key)
+        del self._running[key]
+        self._jobs.discard(key)
+        if self._alone == key:
+            self._alone = None
         return successors
-
-    def _forget(self, key: int) -> None:
-        if self._running[key] == 0:
-            del self._running[key]
-            if self._alone == key and key not in self._waiting:
-                self._alone = None
