@@ -36,6 +36,11 @@ def jobs_pool(pool: str, priority: Priority, tenant: str) -> str:
     return f"rg.{PARTITION}.jobs.pool.{pool}.{priority.value}.{tenant}"
 
 
+def jobs_of(tenant: str) -> str:
+    """Filter: the sampling jobs of one tenant, whatever pool and priority."""
+    return f"rg.{PARTITION}.jobs.pool.*.*.{tenant}"
+
+
 def jobs_worker(worker: str) -> str:
     return f"rg.{PARTITION}.jobs.lane.{worker}"
 

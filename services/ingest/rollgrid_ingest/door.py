@@ -1,0 +1,161 @@
+"""What every route shares: the parts it works with, who calls, and how answers leave."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from collections.abc import AsyncIterator, Coroutine
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast
+
+import msgspec
+from rollgrid_contracts import codec, ids
+from rollgrid_contracts.failures import Boundary, ErrorCode
+from rollgrid_rendering.offload import RenderThreads
+from rollgrid_runtime.errors import RollgridError
+from starlette.requests import Request
+from starlette.responses import Response
+
+from .admission import Gate
+from .auth import Keys, Principal, Scope
+from .catalog import Catalog
+from .checkpoints import Checkpoints
+from .fleet import Fleet
+from .handler import Handler
+from .idempotency import body_digest, checked_key
+from .ledger_client import LedgerClient
+from .replies import Collected, Replies, refuse_failed
+from .results import Results
+from .settings import IngestSettings
+from .submission import Accepted, Caller, Submission
+from .translate import Translator
+
+T = TypeVar("T")
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+
+
+@dataclass(slots=True)
+class Parts:
+    """The collaborators of all routes, made by the service."""
+
+    settings: IngestSettings
+    keys: Keys
+    catalog: Catalog
+    threads: RenderThreads
+    translator: Translator
+    handler: Handler
+    replies: Replies
+    results: Results
+    ledger: LedgerClient
+    fleet: Fleet
+    checkpoints: Checkpoints
+    readers: Gate
+    started_at: int = 0
+    draining: bool = False
+    waiting: int = 0
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
+    problems: Any = None
+    facts: Any = None
+
+    @contextlib.asynccontextmanager
+    async def held(self) -> AsyncIterator[None]:
+        """Around an interactive call: a drain waits for it."""
+        self.waiting += 1
+        self.idle.clear()
+        try:
+            yield
+        finally:
+            self.waiting -= 1
+            if self.waiting == 0:
+                self.idle.set()
+
+    def refuse_while_draining(self) -> None:
+        if self.draining:
+            raise RollgridError(ErrorCode.NOT_READY, "this server is shutting down", retry_after_s=1.0)
+
+
+def parts(request: Request) -> Parts:
+    return cast("Parts", request.app.state.parts)
+
+
+def principal(request: Request, scope: Scope) -> Principal:
+    """The caller, who must hold `scope`."""
+    found = cast("Principal", request.scope["state"]["principal"])
+    found.require(scope)
+    return found
+
+
+def caller_of(request: Request, who: Principal, body: bytes) -> Caller:
+    key = checked_key(request.headers.get("idempotency-key"))
+    trace = request.headers.get("traceparent")
+    return Caller(
+        tenant=who.tenant,
+        run=request.headers.get("x-rollgrid-run", ""),
+        key=key if key is not None else ids.new_key(),
+        idempotent=key is not None,
+        digest=body_digest(request.url.path, body) if key is not None else "",
+        traceparent=trace if trace is not None and _TRACEPARENT.fullmatch(trace) else None,
+    )
+
+
+def request_id(request: Request) -> str:
+    return cast("str", request.scope["state"]["request_id"])
+
+
+def json_response(answer: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(codec.encode(answer, codec.JSON), status, headers, media_type=codec.JSON)
+
+
+def msgpack_response(answer: object) -> Response:
+    return Response(msgspec.msgpack.encode(answer), media_type=codec.MSGPACK)
+
+
+class ClientGone(Exception):
+    """The client closed the connection while it was being served."""
+
+
+async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`; raises ClientGone, ending `work`, when the client leaves first.
+
+    The request's body must have been read.
+    """
+
+    async def watch() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task, watcher = asyncio.ensure_future(work), asyncio.ensure_future(watch())
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGone
+    finally:
+        for either in (task, watcher):
+            either.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+async def interactive(request: Request, submission: Submission) -> tuple[Accepted, Collected]:
+    """Submit and wait: every sample asked for, each succeeded.
+
+    A client that leaves cancels its groups, unless it gave an idempotency key: then it may come back.
+
+    Raises the first failure of any sample, expired at the deadline, cancelled when the client left.
+    """
+    door = parts(request)
+    sizes = {group_id: group.n for group_id, group in zip(submission.group_ids, submission.groups, strict=True)}
+    async with door.held(), door.replies.listening(sizes) as collected:
+        accepted = await door.handler.submit(submission)
+        waiting = door.replies.wait(collected, submission.tenant, accepted.deadline, ask_first=not accepted.fresh)
+        try:
+            await until_disconnect(request, waiting)
+        except ClientGone:
+            if not submission.idempotent:
+                await door.handler.cancel(
+                    submission.tenant, submission.run, accepted.batch_id, reason="the client disconnected"
+                )
+            raise RollgridError(ErrorCode.CANCELLED, "the client disconnected", boundary=Boundary.CLIENT) from None
+    refuse_failed(collected.everything())
+    return accepted, collected

@@ -1,0 +1,188 @@
+"""The admission point: a checked submission in, jobs in RG_JOBS out.  Accepted means stored."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from rollgrid_contracts import subjects
+from rollgrid_contracts.fleet import IdempotencyRecord
+from rollgrid_contracts.samples import GroupsCancelled
+from rollgrid_contracts.scoring import ScorerKind
+from rollgrid_contracts.topology import JOBS, TRAJECTORIES, Header
+from rollgrid_runtime.bus import Bus
+from rollgrid_runtime.errors import RollgridError
+from rollgrid_runtime.logging import get_logger
+
+from . import metrics
+from .admission import TenantGauge, TenantGauges
+from .idempotency import Idempotency
+from .ledger_client import LedgerClient
+from .publishing import JobPublisher, jobs_of, lane_of
+from .settings import Limits
+from .submission import Accepted, Submission
+
+log = get_logger(__name__)
+CURSOR_AGE_S = 1.0
+CATCH_UP_S = 3.0
+REMEMBERED_BATCHES = 10_000
+
+
+class KnownBatch(NamedTuple):
+    """A batch this process accepted: answers for it need not wait for the ledger."""
+
+    tenant: str
+    run: str
+    cursor: int
+    groups: int
+    samples: int
+    job_seq: int
+
+
+class Handler:
+    def __init__(self, bus: Bus, ledger: LedgerClient, limits: Limits, *, publish_timeout_s: float) -> None:
+        self._bus, self._ledger, self._limits = bus, ledger, limits
+        self._publisher = JobPublisher(bus, publish_timeout_s)
+        self._idempotency = Idempotency(bus)
+        self._gauges = TenantGauges(bus, limits.max_inflight_samples)
+        self._batches: OrderedDict[str, KnownBatch] = OrderedDict()
+        self._cursor, self._cursor_at = 0, float("-inf")
+
+    async def close(self) -> None:
+        await self._gauges.close()
+
+    async def submit(self, submission: Submission) -> Accepted:
+        """Store the submission's jobs; returns once every one is acknowledged.
+
+        A repeated idempotency key names the same ids; only groups nobody has yet are published again.
+
+        Raises QueueFull, BusError, and RollgridError (idempotency_conflict, not_ready, queue_full).
+        """
+        now = time.time()
+        batch_id, group_ids = submission.batch_id, submission.group_ids
+        cursor, fresh = await self.cursor(), True
+        positions: Sequence[int] = range(len(group_ids))
+        if submission.idempotent:
+            record = IdempotencyRecord(
+                body_sha256=submission.digest,
+                run=submission.run,
+                batch_id=batch_id,
+                key=submission.key,
+                groups=len(group_ids),
+                cursor=cursor,
+                created_at=now,
+            )
+            claim = await self._idempotency.claim(submission.tenant, record)
+            if not claim.fresh:
+                fresh, cursor = False, claim.record.cursor
+                positions = await self._missing(submission, group_ids)
+        job_seq = await self._store(submission, batch_id, group_ids, positions, now)
+        self._remember(batch_id, submission, cursor, job_seq)
+        return Accepted(
+            batch_id=batch_id,
+            run=submission.run,
+            cursor=cursor,
+            group_ids=tuple(group_ids),
+            deadline=now + max(group.deadline_s for group in submission.groups),
+            fresh=fresh,
+            job_seq=job_seq,
+        )
+
+    def known(self, tenant: str, batch_id: str) -> KnownBatch | None:
+        """The batch, if this process accepted it for `tenant`."""
+        batch = self._batches.get(batch_id)
+        return batch if batch is not None and batch.tenant == tenant else None
+
+    async def cancel(
+        self,
+        tenant: str,
+        run: str,
+        batch_id: str,
+        group_ids: Sequence[str] = (),
+        reason: str = "cancelled by the caller",
+    ) -> None:
+        """Ask the ledger to end these groups (none = the whole batch); what has ended stays as it is."""
+        known = self.known(tenant, batch_id)
+        sequence = known.job_seq if known and known.job_seq else (await self._bus.stream_info(JOBS.name)).state.last_seq
+        event = GroupsCancelled(
+            tenant=tenant, run=run, batch_id=batch_id, group_ids=tuple(group_ids), job_seq=sequence, reason=reason
+        )
+        subject = subjects.samples(ScorerKind.DONE, tenant)
+        await self._bus.publish(subject, event, headers={Header.BATCH.value: batch_id})
+
+    async def cursor(self) -> int:
+        """A recent last sequence of RG_TRAJECTORIES: whatever is accepted now closes behind it."""
+        now = time.monotonic()
+        if now - self._cursor_at > CURSOR_AGE_S:
+            self._cursor = (await self._bus.stream_info(TRAJECTORIES.name)).state.last_seq
+            self._cursor_at = now
+        return self._cursor
+
+    async def probe(self, instance: str) -> None:
+        """A real durable write and read.  Raises BusError."""
+        await self._idempotency.probe(instance)
+
+    # -- storing --------------------------------------------------------------------------------
+
+    async def _missing(self, submission: Submission, group_ids: Sequence[str]) -> list[int]:
+        """Positions of groups that the ledger has not got (whole)."""
+        known = await self._ledger.caught_up(submission.tenant, list(group_ids), within_s=CATCH_UP_S)
+        missing: list[int] = []
+        for position, group_id in enumerate(group_ids):
+            status = known.get(group_id)
+            # of a split group only some shards may be there; a second copy of a shard is folded away
+            split = submission.groups[position].n > self._limits.max_shard
+            if status is None or (split and status.closed_seq == 0):
+                missing.append(position)
+        return missing
+
+    async def _store(
+        self,
+        submission: Submission,
+        batch_id: str,
+        group_ids: Sequence[str],
+        positions: Sequence[int],
+        now: float,
+    ) -> int:
+        gauge = await self._gauges.of(submission.tenant)
+        samples = {group_ids[position]: submission.groups[position].n for position in positions}
+        if gauge is not None:
+            gauge.reserve(samples)
+        stored = False
+        try:
+            jobs = list(jobs_of(submission, batch_id, group_ids, positions, now=now, max_shard=self._limits.max_shard))
+            job_seq = await self._publisher.publish(lane_of(submission), jobs)
+            stored = True
+        except RollgridError:
+            if not submission.idempotent:
+                await self._abandon(submission, batch_id)
+            raise
+        finally:
+            _settle(gauge, samples, stored)
+        metrics.GROUPS.labels(submission.priority.value).inc(len(samples))
+        metrics.SAMPLES.labels(submission.priority.value).inc(sum(samples.values()))
+        return job_seq
+
+    async def _abandon(self, submission: Submission, batch_id: str) -> None:
+        """End what may have been stored of a request that is refused and whose ids nobody will ever know."""
+        try:
+            await self.cancel(submission.tenant, submission.run, batch_id, reason="the submission failed")
+        except RollgridError as error:
+            log.warning("not_abandoned", batch=batch_id, error=error.message)
+
+    def _remember(self, batch_id: str, submission: Submission, cursor: int, job_seq: int) -> None:
+        known = self._batches.get(batch_id)
+        if known is not None and job_seq == 0:
+            return
+        self._batches[batch_id] = KnownBatch(
+            submission.tenant, submission.run, cursor, len(submission.groups), submission.samples, job_seq
+        )
+        while len(self._batches) > REMEMBERED_BATCHES:
+            self._batches.popitem(last=False)
+
+
+def _settle(gauge: TenantGauge | None, samples: dict[str, int], stored: bool) -> None:
+    if gauge is not None:
+        gauge.settle(samples, stored)

@@ -1,0 +1,77 @@
+"""A client's idempotency key names one request: the first body claims it, another body is refused."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import NamedTuple
+
+from rollgrid_contracts import ids
+from rollgrid_contracts.failures import Boundary, ErrorCode
+from rollgrid_contracts.fleet import IdempotencyRecord
+from rollgrid_contracts.topology import IDEMPOTENCY
+from rollgrid_runtime.bus import Bus
+from rollgrid_runtime.errors import BusError, Conflict, RollgridError
+from rollgrid_runtime.kv import Table
+
+from .wire import invalid
+
+MAX_KEY_CHARS = 255
+
+
+def body_digest(route: str, body: bytes) -> str:
+    return hashlib.sha256(route.encode() + b"\n" + body).hexdigest()
+
+
+def checked_key(value: str | None) -> str | None:
+    """The Idempotency-Key header: printable ASCII, or absent."""
+    if value is None:
+        return None
+    if not value or len(value) > MAX_KEY_CHARS or not value.isascii() or not value.isprintable():
+        limit = f"1-{MAX_KEY_CHARS} printable ASCII characters"
+        raise invalid("Idempotency-Key is not usable", "Idempotency-Key", limit=limit)
+    return value
+
+
+class Claim(NamedTuple):
+    """`fresh` when this request is the key's first."""
+
+    record: IdempotencyRecord
+    fresh: bool
+
+
+class Idempotency:
+    def __init__(self, bus: Bus) -> None:
+        self._table: Table[IdempotencyRecord] = Table(bus, IDEMPOTENCY, IdempotencyRecord)
+
+    async def claim(self, tenant: str, record: IdempotencyRecord) -> Claim:
+        """Claim `record.key` for its body.
+
+        Raises idempotency_conflict when the key stands for another body, BusError without an answer.
+        """
+        key = ids.idempotency_key(tenant, record.key)
+        try:
+            await self._table.create(key, record)
+            return Claim(record, True)
+        except Conflict:
+            pass
+        existing = await self._table.get(key)
+        if existing is None:  # expired between the two calls
+            raise BusError("the idempotency record vanished while it was read")
+        if existing.value.body_sha256 != record.body_sha256 or existing.value.run != record.run:
+            raise RollgridError(
+                ErrorCode.IDEMPOTENCY_CONFLICT,
+                "this Idempotency-Key was used with another body",
+                boundary=Boundary.CLIENT,
+                field="Idempotency-Key",
+            )
+        return Claim(existing.value, False)
+
+    async def probe(self, instance: str) -> None:
+        """A real durable write and read.  Raises BusError."""
+        record = IdempotencyRecord(
+            body_sha256="", run="", batch_id="", key=instance, groups=0, cursor=0, created_at=0.0
+        )
+        key = ids.idempotency_key("probe", instance)
+        await self._table.put(key, record)
+        if await self._table.get(key) is None:
+            raise BusError("the probe was not read back")

@@ -1,0 +1,19 @@
+"""What ingest counts; exposed on the health server's /metrics."""
+
+from __future__ import annotations
+
+from prometheus_client import Counter, Gauge, Histogram
+
+REQUESTS = Counter("rollgrid_ingest_requests_total", "Answered requests", ["route", "status"])
+SECONDS = Histogram(
+    "rollgrid_ingest_request_seconds",
+    "From the first byte to the end of the answer",
+    ["route"],
+    buckets=(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300),
+)
+GROUPS = Counter("rollgrid_ingest_groups_total", "Groups accepted", ["priority"])
+SAMPLES = Counter("rollgrid_ingest_samples_total", "Samples accepted", ["priority"])
+REFUSED = Counter("rollgrid_ingest_refused_total", "Requests refused", ["code"])
+WAITING = Gauge("rollgrid_ingest_waiting_replies", "Interactive groups waiting for their samples")
+REPLIES = Counter("rollgrid_ingest_replies_total", "Interactive groups answered", ["source"])
+"""`source`: reply (core NATS) or record (read back through the ledger)."""

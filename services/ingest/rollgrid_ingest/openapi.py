@@ -1,0 +1,95 @@
+"""The OpenAPI document: routes from FastAPI, shapes from the structs they are read into and written from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from rollgrid_contracts.arrays import Floats, TokenIds
+from starlette.responses import Response
+
+from .rollout_schema import ErrorAnswer
+
+_REF = "#/components/schemas/{name}"
+_shapes: set[type] = {ErrorAnswer}
+
+ERRORS = {
+    400: "The request is wrong: `param` names the field, `limit` the bound it broke",
+    401: "No API key, or an unknown one",
+    403: "The key lacks a scope",
+    404: "No such thing for this tenant",
+    409: "The idempotency key has another body, or the version is not available",
+    413: "The body is over the bound",
+    429: "Queues or quotas are full; come again after `Retry-After` seconds",
+    500: "A bug, or a job that kills its engine",
+    502: "The engine failed on this request",
+    503: "Something this server stands on is away; come again after `Retry-After` seconds",
+    504: "The deadline came first",
+}
+
+
+def described(
+    summary: str,
+    *,
+    answer: type,
+    body: type | None = None,
+    status: int = 200,
+    optional_body: bool = False,
+    events: bool = False,
+) -> dict[str, Any]:
+    """Keyword arguments of a route: its document, from the structs that really are read and written."""
+    _shapes.add(answer)
+    content: dict[str, Any] = {"application/json": {"schema": _ref(answer)}}
+    if events:
+        content["application/msgpack"] = {"schema": {"type": "string", "format": "binary"}}
+        content["text/event-stream"] = {"schema": {"type": "string"}}
+    responses: dict[int | str, dict[str, Any]] = {status: {"description": "Success", "content": content}}
+    for code, description in ERRORS.items():
+        responses[code] = {"description": description, "content": {"application/json": {"schema": _ref(ErrorAnswer)}}}
+    extra: dict[str, Any] = {}
+    if body is not None:
+        _shapes.add(body)
+        extra["requestBody"] = {
+            "required": not optional_body,
+            "content": {"application/json": {"schema": _ref(body)}},
+        }
+    return {
+        "summary": summary,
+        "status_code": status,
+        "responses": responses,
+        "response_class": Response,
+        "response_model": None,
+        "openapi_extra": extra or None,
+    }
+
+
+def _ref(kind: type) -> dict[str, str]:
+    return {"$ref": _REF.format(name=kind.__name__)}
+
+
+def document(app: FastAPI) -> dict[str, Any]:
+    """The app's OpenAPI document, made once."""
+    if app.openapi_schema is None:
+        found = get_openapi(title=app.title, version=app.version, summary=app.summary, routes=app.routes)
+        _, components = msgspec.json.schema_components(
+            sorted(_shapes, key=lambda kind: kind.__name__), schema_hook=_array_schema, ref_template=_REF
+        )
+        schemas = found.setdefault("components", {}).setdefault("schemas", {})
+        schemas.update(components)
+        for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's own shapes are never sent
+            schemas.pop(name, None)
+        for operations in found["paths"].values():
+            for operation in operations.values():
+                operation["responses"].pop("422", None)
+        app.openapi_schema = found
+    return app.openapi_schema
+
+
+def _array_schema(kind: type) -> dict[str, Any]:
+    if issubclass(kind, TokenIds):
+        return {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 2**32 - 1}}
+    if issubclass(kind, Floats):
+        return {"type": "array", "items": {"type": "number"}}
+    raise NotImplementedError(f"no schema for {kind.__name__}")

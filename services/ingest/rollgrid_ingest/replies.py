@@ -1,0 +1,173 @@
+"""Interactive calls: from accepted jobs back to finished samples, by reply or by record.
+
+The reply subject is subscribed before the job is published; a reply comes only after its durable
+event.  Whatever a lost reply leaves open is read from the record once the group has closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Mapping
+from typing import Protocol
+
+from rollgrid_contracts import subjects
+from rollgrid_contracts.failures import Boundary, ErrorCode, ErrorInfo
+from rollgrid_contracts.samples import Sample, SampleReply, SampleStatus
+from rollgrid_contracts.trajectories import GroupClosed
+from rollgrid_runtime.bus import Bus
+from rollgrid_runtime.errors import VERDICTS, RollgridError
+from rollgrid_runtime.logging import get_logger
+
+from . import metrics
+from .ledger_client import LedgerClient
+
+log = get_logger(__name__)
+
+
+class Records(Protocol):
+    """Reads a closed group by its RG_TRAJECTORIES sequence."""
+
+    async def at(self, tenant: str, run: str, sequence: int) -> GroupClosed | None: ...
+
+
+class Collected:
+    """What has come in for the groups of one call: group id → samples by index."""
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        self._sizes = dict(sizes)
+        self._samples: dict[str, dict[int, Sample]] = {group_id: {} for group_id in sizes}
+        self._missing = sum(sizes.values())
+        self.logprobs_mode = "processed_logprobs"
+        self.complete = asyncio.Event()
+
+    def add(self, group_id: str, sample: Sample) -> None:
+        """The first answer for an index stands (every later one equals it)."""
+        group = self._samples.get(group_id)
+        if group is None or sample.index in group or not 0 <= sample.index < self._sizes[group_id]:
+            return
+        group[sample.index] = sample
+        self._missing -= 1
+        if self._missing == 0:
+            self.complete.set()
+
+    def incomplete(self) -> list[str]:
+        return [group_id for group_id, group in self._samples.items() if len(group) < self._sizes[group_id]]
+
+    def samples(self, group_id: str) -> list[Sample]:
+        """Those that are there, in index order."""
+        return [sample for _, sample in sorted(self._samples[group_id].items())]
+
+    def everything(self) -> list[Sample]:
+        """Of all groups, in the order they were asked for."""
+        return [sample for group_id in self._sizes for sample in self.samples(group_id)]
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+
+class Replies:
+    def __init__(self, bus: Bus, ledger: LedgerClient, records: Records, *, poll_s: float, grace_s: float) -> None:
+        self._bus, self._ledger, self._records = bus, ledger, records
+        self._poll_s, self._grace_s = poll_s, grace_s
+
+    @contextlib.asynccontextmanager
+    async def listening(self, sizes: Mapping[str, int]) -> AsyncIterator[Collected]:
+        """Collect replies for these groups (id → n).  Enter it before their jobs are published."""
+        collected = Collected(sizes)
+
+        async def on_reply(reply: SampleReply, _: str) -> None:
+            collected.logprobs_mode = reply.logprobs_mode
+            for sample in reply.samples:
+                collected.add(reply.group_id, sample)
+
+        subscriptions = [
+            await self._bus.subscribe(subjects.reply(group_id), SampleReply, on_reply) for group_id in sizes
+        ]
+        metrics.WAITING.inc(len(sizes))
+        try:
+            yield collected
+        finally:
+            metrics.WAITING.dec(len(sizes))
+            for subscription in subscriptions:
+                await self._bus.unsubscribe(subscription)
+
+    async def wait(self, collected: Collected, tenant: str, deadline: float, *, ask_first: bool) -> None:
+        """Return when every sample is there; `ask_first` for groups that may have ended long ago.
+
+        Raises expired when neither a reply nor a record came by `deadline` (UNIX) and some grace.
+        """
+        give_up = deadline + self._grace_s
+        pause = 0.0 if ask_first else self._poll_s
+        while True:
+            left = give_up - time.time()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(0.0, min(pause, left))):
+                    await collected.complete.wait()
+            if collected.complete.is_set():
+                metrics.REPLIES.labels("reply").inc(len(collected))
+                return
+            await self._read_records(collected, tenant)
+            if collected.complete.is_set():
+                metrics.REPLIES.labels("record").inc(len(collected))
+                return
+            if left <= 0:
+                raise RollgridError(
+                    ErrorCode.EXPIRED,
+                    "no result came before the deadline",
+                    boundary=Boundary.LEDGER,
+                    field="deadline_s",
+                    retry_after_s=1.0,
+                )
+            pause = self._poll_s
+
+    async def _read_records(self, collected: Collected, tenant: str) -> None:
+        """Add what closed groups say.  A ledger that is away is asked again later."""
+        try:
+            statuses = await self._ledger.groups(tenant, collected.incomplete())
+            for group_id, status in statuses.items():
+                if status.closed_seq == 0:
+                    continue
+                record = await self._records.at(tenant, status.run, status.closed_seq)
+                if record is None or record.group_id != group_id:
+                    log.warning("record_not_found", group=group_id, sequence=status.closed_seq)
+                    continue
+                collected.logprobs_mode = record.logprobs_mode
+                for entry in record.entries:
+                    collected.add(group_id, entry.sample)
+        except RollgridError as error:
+            log.info("records_not_read", error=error.message)
+
+
+def refuse_failed(samples: list[Sample]) -> None:
+    """Raise the first failure among `samples`: a call never answers with less than it was asked for."""
+    for sample in samples:
+        if sample.status is not SampleStatus.SUCCEEDED:
+            raise _failure(sample)
+        if not len(sample.token_ids):
+            raise RollgridError(
+                ErrorCode.EMPTY_COMPLETION, "the engine returned no token", boundary=Boundary.ENGINE, retry_after_s=1.0
+            )
+
+
+_BY_STATUS = {
+    SampleStatus.CANCELLED: ErrorCode.CANCELLED,
+    SampleStatus.EXPIRED: ErrorCode.EXPIRED,
+    SampleStatus.FAILED: ErrorCode.ENGINE_ERROR,
+}
+
+
+def _failure(sample: Sample) -> RollgridError:
+    info = sample.error or ErrorInfo(
+        code=_BY_STATUS.get(sample.status, ErrorCode.INTERNAL), message=f"the sample {sample.status.value}"
+    )
+    retryable = VERDICTS[info.code].retryable
+    return RollgridError(
+        info.code,
+        info.message,
+        boundary=info.boundary,
+        field=info.field,
+        limit=info.limit,
+        retry_after_s=1.0 if retryable else None,
+    )

@@ -1,0 +1,183 @@
+"""Closed groups by cursor: pages, long polls and event streams, from the stream or, when older, the archive.
+
+The cursor is the RG_TRAJECTORIES sequence everywhere, so a reader may change between them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import NamedTuple
+
+from rollgrid_contracts import codec, subjects
+from rollgrid_contracts.failures import Boundary, ErrorCode
+from rollgrid_contracts.topology import TRAJECTORIES, Header
+from rollgrid_contracts.trajectories import GroupClosed
+from rollgrid_runtime.archive import ArchiveReader
+from rollgrid_runtime.blobs import Blobs
+from rollgrid_runtime.bus import Bus
+from rollgrid_runtime.errors import RollgridError
+from rollgrid_runtime.logging import get_logger
+from rollgrid_runtime.reading import FALLBACK_WAKE_S, Tail, read_after
+
+from .handler import Handler
+from .ledger_client import LedgerClient
+
+log = get_logger(__name__)
+
+
+class Record(NamedTuple):
+    """A closed group under its cursor, as stored (`packed`, msgpack) or as read from the archive (`read`)."""
+
+    cursor: int
+    packed: bytes | None = None
+    read: GroupClosed | None = None
+
+    @property
+    def group(self) -> GroupClosed:
+        return self.read if self.read is not None else codec.decode(self.packed or b"", GroupClosed)
+
+    @property
+    def msgpack(self) -> bytes:
+        return self.packed if self.packed is not None else codec.encode(self.read)
+
+
+class ResultPage(NamedTuple):
+    """`cursor` is how far was read, `done` that a batch has no more to come."""
+
+    records: list[Record]
+    cursor: int
+    done: bool
+
+
+class ReadScope(NamedTuple):
+    """What is read: a run, or one batch of it."""
+
+    tenant: str
+    run: str
+    batch_id: str | None = None
+    groups: int = 0
+    job_seq: int = 0
+
+
+class Results:
+    def __init__(self, bus: Bus, blobs: Blobs, ledger: LedgerClient, handler: Handler) -> None:
+        self._bus, self._ledger, self._handler = bus, ledger, handler
+        self._archive = ArchiveReader(blobs)
+        self.stopping = asyncio.Event()
+
+    async def scope_of_batch(self, tenant: str, batch_id: str, run: str | None) -> tuple[ReadScope, int]:
+        """The batch's scope and a cursor before its first close.
+
+        Raises not_found, and not_ready when only the ledger could tell and does not answer.
+        """
+        known = self._handler.known(tenant, batch_id)
+        if known is not None:
+            return ReadScope(tenant, known.run, batch_id, known.groups, known.job_seq), known.cursor
+        if run is not None:
+            return ReadScope(tenant, run, batch_id), 0
+        status = await self._ledger.batch(tenant, batch_id)
+        if status is None:
+            raise not_found("batch", batch_id)
+        return ReadScope(tenant, status.run, batch_id), 0
+
+    async def page(self, scope: ReadScope, cursor: int, limit: int, wait_s: float) -> ResultPage:
+        """Up to `limit` records behind `cursor`; an empty page is held back for `wait_s` until something comes."""
+        found = await self._next(scope, cursor, limit)
+        if found.records or found.done or wait_s <= 0:
+            return found
+        deadline = time.monotonic() + wait_s
+        async with Tail(self._bus, TRAJECTORIES.name, subjects.trajectories(scope.tenant, scope.run)) as tail:
+            while True:
+                found = await self._next(scope, found.cursor, limit)
+                left = deadline - time.monotonic()
+                if found.records or found.done or left <= 0 or self.stopping.is_set():
+                    return found
+                await tail.wait(left)
+
+    async def follow(self, scope: ReadScope, cursor: int, limit: int, idle_s: float) -> AsyncIterator[ResultPage]:
+        """Pages as they come, for ever or until the batch is done; an empty one after `idle_s` of silence."""
+        async with Tail(self._bus, TRAJECTORIES.name, subjects.trajectories(scope.tenant, scope.run)) as tail:
+            quiet_since = time.monotonic()
+            while not self.stopping.is_set():
+                found = await self._next(scope, cursor, limit)
+                cursor = found.cursor
+                if found.records or found.done or time.monotonic() - quiet_since >= idle_s:
+                    quiet_since = time.monotonic()
+                    yield found
+                if found.done:
+                    return
+                if not found.records:
+                    await tail.wait(min(idle_s, FALLBACK_WAKE_S))
+
+    async def at(self, tenant: str, run: str, sequence: int) -> GroupClosed | None:
+        """The group closed at this sequence, None when neither stream nor archive has it for this tenant."""
+        stored = await self._bus.stored(TRAJECTORIES.name, sequence)
+        if stored is None:
+            return await self._archive.get(tenant, sequence)
+        if stored.subject != subjects.trajectories(tenant, run):
+            return None
+        headers = stored.headers or {}
+        data = await self._bus.resolve(stored.data or b"", headers)
+        return codec.decode(data, GroupClosed, headers.get(Header.CONTENT_TYPE.value, codec.MSGPACK))
+
+    # -- one read -------------------------------------------------------------------------------
+
+    async def _next(self, scope: ReadScope, cursor: int, limit: int) -> ResultPage:
+        """What is there now.  Reads on over other batches' records until it has some or there are no more."""
+        while True:
+            records, reached, more = await self._read(scope, cursor, limit)
+            if records and more:
+                return ResultPage(records, reached, False)
+            if not more:
+                return ResultPage(records, reached, await self._is_done(scope, reached))
+            cursor = reached
+
+    async def _read(self, scope: ReadScope, cursor: int, limit: int) -> tuple[list[Record], int, bool]:
+        """(records of the scope, cursor reached, whether more may follow at once)."""
+        page = await read_after(
+            self._bus, TRAJECTORIES.name, subjects.trajectories(scope.tenant, scope.run), cursor, limit
+        )
+        first = (await self._bus.stream_info(TRAJECTORIES.name)).state.first_seq
+        if cursor + 1 < first:  # asked after the read: what was purged meanwhile is in the archive
+            archived = await self._archive.read(scope.tenant, scope.run, cursor, limit)
+            if archived.groups or archived.read_to > cursor:
+                records = [
+                    Record(seq, None, group) for seq, group in archived.groups if _in_scope(scope, group.batch_id)
+                ]
+                return records, archived.read_to, True
+        records = []
+        for stored in page.messages:
+            cursor = stored.sequence
+            if _in_scope(scope, stored.headers.get(Header.BATCH.value)):
+                data = await self._bus.resolve(stored.data, stored.headers)
+                kind = stored.headers.get(Header.CONTENT_TYPE.value, codec.MSGPACK)
+                if kind == codec.MSGPACK:
+                    records.append(Record(cursor, data))
+                else:
+                    records.append(Record(cursor, None, codec.decode(data, GroupClosed, kind)))
+        return records, cursor, page.pending > 0
+
+    async def _is_done(self, scope: ReadScope, cursor: int) -> bool:
+        """Whether every group of the batch has closed at or before `cursor`."""
+        if scope.batch_id is None:
+            return False
+        try:
+            status = await self._ledger.settled_batch(scope.tenant, scope.batch_id, scope.job_seq)
+        except RollgridError as error:
+            log.info("batch_end_unknown", batch=scope.batch_id, error=error.message)
+            return False
+        return (
+            status is not None
+            and status.closed == status.groups >= max(1, scope.groups)
+            and status.last_closed_seq <= cursor
+        )
+
+
+def _in_scope(scope: ReadScope, batch_id: str | None) -> bool:
+    return scope.batch_id is None or scope.batch_id == batch_id
+
+
+def not_found(what: str, name: str) -> RollgridError:
+    return RollgridError(ErrorCode.NOT_FOUND, f"no such {what}: {name[:80]}", boundary=Boundary.CLIENT, field=what)

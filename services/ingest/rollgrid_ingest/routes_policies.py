@@ -1,0 +1,85 @@
+"""Policies, publication of their versions, and the fleet."""
+
+from __future__ import annotations
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+from rollgrid_contracts.checkpoints import PolicyState
+from rollgrid_contracts.failures import Boundary, ErrorCode
+from rollgrid_runtime.errors import RollgridError
+from rollgrid_runtime.kv import Versioned
+
+from .auth import Principal, Scope
+from .catalog import SHARED
+from .door import Parts, json_response, parts, principal
+from .openapi import described
+from .rollout_schema import CommitAnswer, CommitRequest, FileAnswer, FleetAnswer, PolicyAnswer, PolicyList
+from .wire import decode_json
+
+router = APIRouter()
+_COMMIT = msgspec.json.Decoder(CommitRequest)
+
+
+@router.get("/v1/policies", **described("List policies", answer=PolicyList))
+async def list_policies(request: Request) -> Response:
+    door, who = parts(request), principal(request, Scope.READ)
+    found = [await door.fleet.policy_answer(entry, who.tenant) for entry in door.catalog.visible(who.tenant)]
+    return json_response(PolicyList(object="list", data=found))
+
+
+@router.get("/v1/policies/{policy}", **described("One policy, and what its workers run", answer=PolicyAnswer))
+async def get_policy(request: Request, policy: str) -> Response:
+    door, who = parts(request), principal(request, Scope.READ)
+    return json_response(await door.fleet.policy_answer(_policy(door, who, policy), who.tenant))
+
+
+@router.put("/v1/policies/{policy}/versions/{version}/files/{name}", **described("Upload one file", answer=FileAnswer))
+async def put_file(request: Request, policy: str, version: int, name: str) -> Response:
+    door, who = parts(request), principal(request, Scope.SUBMIT)
+    door.refuse_while_draining()
+    state = _publishable(door, who, policy)
+    declared = request.headers.get("content-length", "")
+    size = int(declared) if declared.isdigit() and len(declared) < 20 else None
+    return json_response(await door.checkpoints.upload(state, version, name, request.stream(), size))
+
+
+@router.post(
+    "/v1/policies/{policy}/versions/{version}/commit",
+    **described("Publish a version", body=CommitRequest, answer=CommitAnswer, optional_body=True),
+)
+async def commit(request: Request, policy: str, version: int) -> Response:
+    door, who = parts(request), principal(request, Scope.SUBMIT)
+    door.refuse_while_draining()
+    state = _publishable(door, who, policy)
+    body = await request.body()
+    asked = decode_json(body, _COMMIT) if body.strip() else CommitRequest()
+    return json_response(await door.checkpoints.commit(state, version, asked))
+
+
+@router.get("/v1/fleet", **described("Workers, policies, queues (admin)", answer=FleetAnswer))
+async def fleet(request: Request) -> Response:
+    door, who = parts(request), principal(request, Scope.ADMIN)
+    answer = FleetAnswer(
+        workers=await door.fleet.workers(),
+        policies=[await door.fleet.policy_answer(entry, who.tenant) for entry in door.catalog.visible(who.tenant)],
+        queues=await door.fleet.queues(),
+        ledger=await door.fleet.ledger(),
+    )
+    return json_response(answer)
+
+
+def _policy(door: Parts, who: Principal, name: str) -> Versioned[PolicyState]:
+    entry = door.catalog.policy(who.tenant, name)
+    if entry is None:
+        raise RollgridError(
+            ErrorCode.MODEL_NOT_FOUND, f"no policy {name[:80]!r}", boundary=Boundary.CLIENT, field="policy"
+        )
+    return entry
+
+
+def _publishable(door: Parts, who: Principal, name: str) -> PolicyState:
+    """The policy whose versions the caller may publish; a shared one touches every tenant, so it takes an admin."""
+    state = _policy(door, who, name).value
+    if state.tenant == SHARED:
+        who.require(Scope.ADMIN)
+    return state

@@ -1,0 +1,156 @@
+"""Wiring and life of ingest."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from importlib.metadata import entry_points
+from typing import Any
+
+from rollgrid_contracts.topology import JOBS
+from rollgrid_rendering.offload import RenderThreads
+from rollgrid_runtime.bus import Bus
+from rollgrid_runtime.errors import RollgridError
+from rollgrid_runtime.health import http_server
+from rollgrid_runtime.logging import get_logger
+from rollgrid_runtime.service import connections, instance_name
+
+from .admission import Gate
+from .app import create_app
+from .auth import Keys
+from .catalog import Catalog
+from .checkpoints import Checkpoints
+from .door import Parts
+from .fleet import Fleet
+from .handler import Handler
+from .ledger_client import LedgerClient
+from .replies import Replies
+from .results import Results
+from .settings import IngestSettings
+from .translate import Translator
+
+log = get_logger(__name__)
+KEYS_RELOAD_S = 5.0
+PROBE_AGE_S = 2.0
+KEEP_ALIVE_S = 75
+VERIFIERS = "rollgrid.verifiers"
+"""Entry points under which installed distributions offer scorers."""
+
+
+class IngestService:
+    """See `rollgrid_runtime.service.Service`."""
+
+    name = "ingest"
+
+    def __init__(self, settings: IngestSettings) -> None:
+        self.settings = settings
+        self.instance = instance_name(settings, self.name)
+        self._stack = contextlib.AsyncExitStack()
+        self._bus: Bus | None = None
+        self._probed_at = float("-inf")
+        self._probe_problems: dict[str, str] = {}
+        self.parts: Parts | None = None
+
+    async def start(self) -> None:
+        settings = self.settings
+        keys = Keys.from_settings(settings)
+        bus, blobs = await self._stack.enter_async_context(connections(self.instance))
+        threads = RenderThreads(settings.render_threads)
+        self._stack.callback(threads.close)
+        catalog = Catalog(bus, blobs, threads, settings.cache_dir)
+        self._stack.push_async_callback(catalog.close)
+        ledger = LedgerClient(bus)
+        handler = Handler(bus, ledger, settings, publish_timeout_s=settings.publish_timeout_s)
+        self._stack.push_async_callback(handler.close)
+        results = Results(bus, blobs, ledger, handler)
+        self._bus = bus
+        self.parts = Parts(
+            settings=settings,
+            keys=keys,
+            catalog=catalog,
+            threads=threads,
+            translator=Translator(catalog, threads, settings, known_scorers(settings), default_run=settings.header_run),
+            handler=handler,
+            replies=Replies(bus, ledger, results, poll_s=settings.reply_poll_s, grace_s=settings.reply_grace_s),
+            results=results,
+            ledger=ledger,
+            fleet=Fleet(bus),
+            checkpoints=Checkpoints(bus, blobs, max_bytes=settings.max_upload_bytes),
+            readers=Gate("max_readers", settings.max_readers),
+            started_at=int(time.time()),
+            problems=self.problems,
+            facts=self.facts,
+        )
+
+    async def run(self) -> None:
+        parts = self._wired()
+        app = create_app(parts)
+        server = http_server(app, self.settings.host, self.settings.port, timeout_keep_alive=KEEP_ALIVE_S, backlog=2048)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(parts.catalog.follow())
+            group.create_task(self._reload_keys())
+            async with server:
+                log.info("serving", host=self.settings.host, port=self.settings.port, keys=not parts.keys.open_door)
+                await asyncio.Event().wait()
+
+    async def drain(self) -> None:
+        """Refuse new work, end readers, wait for the interactive calls in hand."""
+        parts = self._wired()
+        parts.draining = True
+        parts.results.stopping.set()
+        if parts.waiting:
+            await parts.idle.wait()
+
+    async def stop(self) -> None:
+        await self._stack.aclose()
+
+    async def problems(self) -> dict[str, str]:
+        """What keeps ingest from accepting: shutdown, the bus, the ledger's consumer, policies, tokenizers."""
+        parts = self._wired()
+        if parts.draining:
+            return {"draining": "shutting down"}
+        if time.monotonic() - self._probed_at > PROBE_AGE_S:
+            self._probe_problems = await self._probe()
+            self._probed_at = time.monotonic()
+        return {**self._probe_problems, **parts.catalog.problems()}
+
+    def facts(self) -> dict[str, Any]:
+        parts = self._wired()
+        return {
+            "service": self.name,
+            "instance": self.instance,
+            "port": self.settings.port,
+            "waiting": parts.waiting,
+            "readers": parts.readers.held,
+            "keys": not parts.keys.open_door,
+        }
+
+    async def _probe(self) -> dict[str, str]:
+        """Write and read back, and find the consumer without which RG_JOBS would drop what it acknowledges."""
+        parts, bus = self._wired(), self._bus
+        assert bus is not None
+        try:
+            await parts.handler.probe(self.instance)
+            names = await bus.consumer_names(JOBS.name)
+        except RollgridError as error:
+            return {"nats": error.message}
+        if not any(name.startswith("ledger-") for name in names):
+            return {"ledger": "RG_JOBS has no ledger consumer"}
+        return {}
+
+    async def _reload_keys(self) -> None:
+        parts = self._wired()
+        while True:
+            await asyncio.sleep(KEYS_RELOAD_S)
+            await asyncio.to_thread(parts.keys.reload)
+
+    def _wired(self) -> Parts:
+        if self.parts is None:
+            raise RuntimeError("ingest was not started")
+        return self.parts
+
+
+def known_scorers(settings: IngestSettings) -> frozenset[str]:
+    """Names a job may ask for: the settings' and those of installed distributions."""
+    return frozenset(settings.scorers) | {point.name for point in entry_points(group=VERIFIERS)}

@@ -1,0 +1,72 @@
+"""Settings of ingest, from the environment (`ROLLGRID_INGEST_…`).  Sizes in bytes, times in seconds."""
+
+from __future__ import annotations
+
+import ipaddress
+from pathlib import Path
+
+from pydantic import Field
+from pydantic_settings import SettingsConfigDict
+from rollgrid_runtime.settings import ServiceSettings
+
+MIB = 1024 * 1024
+
+
+class Limits(ServiceSettings):
+    """Bounds on what one request may ask for; every refusal names the one it broke."""
+
+    model_config = SettingsConfigDict(env_prefix="ROLLGRID_INGEST_", extra="ignore")
+
+    max_body_bytes: int = Field(default=8 * MIB, ge=1024)
+    max_n: int = Field(default=1024, ge=1, description="samples of one group")
+    max_groups: int = Field(default=4096, ge=1, description="tasks or prompts of one request")
+    max_samples: int = Field(default=65536, ge=1, description="samples of one request")
+    max_output_tokens: int | None = Field(default=None, ge=1, description="bound of max_tokens; None = the context")
+    max_logprobs: int = Field(default=20, ge=0)
+    max_stop: int = Field(default=16, ge=0)
+    max_stop_chars: int = Field(default=1024, ge=1)
+    max_stop_token_ids: int = Field(default=256, ge=0)
+    max_bad_words: int = Field(default=256, ge=0)
+    max_allowed_token_ids: int = Field(default=4096, ge=0)
+    max_logit_bias: int = Field(default=1024, ge=0)
+    max_scorers: int = Field(default=16, ge=0)
+    max_scorer_timeout_s: float = Field(default=600.0, gt=0)
+    max_messages: int = Field(default=2048, ge=1)
+    max_depth: int = Field(default=32, ge=1, description="nesting of task, metadata, messages and params")
+    max_shard: int = Field(default=64, ge=1, description="samples one job carries; larger groups are split")
+    interactive_deadline_s: float = Field(default=600.0, gt=0)
+    batch_deadline_s: float = Field(default=24 * 3600.0, gt=0)
+    max_deadline_s: float = Field(default=7 * 24 * 3600.0, gt=0)
+    scorers: tuple[str, ...] = ("exact_match", "numeric", "reasoning_gym")
+    max_inflight_samples: int | None = Field(default=None, ge=1, description="of one tenant; None = unbounded")
+
+
+class IngestSettings(Limits):
+    """`keys_file` names the API keys; without it only a loopback `host` is served, as tenant "local"."""
+
+    host: str = "127.0.0.1"
+    port: int = Field(default=8000, ge=0, le=65535)
+    keys_file: Path | None = None
+    cache_dir: Path | None = Field(default=None, description="tokenizers are kept here; None = a temporary folder")
+    render_threads: int = Field(default=2, ge=1)
+    max_inflight_requests: int = Field(default=1024, ge=1, description="requests held at once, long polls apart")
+    max_inflight_bytes: int = Field(default=256 * MIB, ge=MIB, description="request bodies held at once")
+    max_readers: int = Field(default=1024, ge=1, description="long polls and event streams held at once")
+    max_page: int = Field(default=512, ge=1, description="records of one page")
+    max_wait_s: float = Field(default=60.0, ge=0, description="longest long poll")
+    keep_alive_s: float = Field(default=15.0, gt=0, description="comment on an idle event stream")
+    publish_timeout_s: float = Field(default=20.0, gt=0)
+    reply_poll_s: float = Field(default=2.0, gt=0, description="how often the ledger is asked for a missing reply")
+    reply_grace_s: float = Field(default=10.0, ge=0, description="wait for the ledger's verdict after a deadline")
+    max_upload_bytes: int = Field(default=64 * 1024 * MIB, ge=1, description="one file of a checkpoint version")
+    header_run: str = Field(default="interactive", description="run of OpenAI calls without an X-Rollgrid-Run header")
+
+    @property
+    def loopback(self) -> bool:
+        """Whether only this machine can reach the door."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False

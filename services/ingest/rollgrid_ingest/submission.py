@@ -1,0 +1,82 @@
+"""What a door hands to the handler: one checked, rendered request of one tenant."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from rollgrid_contracts import ids
+from rollgrid_contracts.arrays import TokenIds
+from rollgrid_contracts.checkpoints import PolicyState
+from rollgrid_contracts.jobs import Priority, Reply, Rights, SamplingParams, WeightConstraint
+from rollgrid_contracts.scoring import ScorerSpec
+
+
+class GroupSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One group, checked against its policy; `deadline_s` counts from the submission."""
+
+    prompt_token_ids: TokenIds
+    n: int
+    sampling: SamplingParams
+    deadline_s: float
+    prompt_text: str | None = None
+    messages: tuple[dict[str, Any], ...] | None = None
+    scorers: tuple[ScorerSpec, ...] = ()
+    task: dict[str, Any] = {}
+    metadata: dict[str, Any] = {}
+
+
+class Submission(msgspec.Struct, frozen=True, kw_only=True):
+    """`key` names the request and so its ids; `idempotent` when it is the client's own idempotency key.
+    `digest` is that of the request's body."""
+
+    tenant: str
+    run: str
+    policy: PolicyState
+    model: str
+    groups: tuple[GroupSpec, ...]
+    digest: str
+    key: str
+    idempotent: bool = False
+    priority: Priority = Priority.NORMAL
+    weights: WeightConstraint = WeightConstraint()
+    rights: Rights
+    engagement_id: str | None = None
+    cache_salt: str | None = None
+    reply: Reply = Reply.NONE
+    traceparent: str | None = None
+
+    @property
+    def batch_id(self) -> str:
+        return ids.batch_id(self.tenant, self.run, self.key)
+
+    @property
+    def group_ids(self) -> list[str]:
+        return [ids.group_id(self.tenant, self.run, self.key, position) for position in range(len(self.groups))]
+
+    @property
+    def samples(self) -> int:
+        return sum(group.n for group in self.groups)
+
+
+class Accepted(msgspec.Struct, frozen=True, kw_only=True):
+    """The jobs are stored.  `fresh` is False for a repeated idempotency key; `job_seq` the last RG_JOBS sequence."""
+
+    batch_id: str
+    run: str
+    cursor: int
+    group_ids: tuple[str, ...]
+    deadline: float
+    fresh: bool
+    job_seq: int
+
+
+class Caller(msgspec.Struct, frozen=True, kw_only=True):
+    """What a door takes from the request beside its body."""
+
+    tenant: str
+    run: str = ""
+    key: str = ""
+    idempotent: bool = False
+    digest: str = ""
+    traceparent: str | None = None
