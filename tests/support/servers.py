@@ -174,6 +174,7 @@ class SeaweedServer(Process):
             "ip.bind": "127.0.0.1",
             **ports,
             "s3.port.iceberg": 0,
+            "s3.port.lance": 0,
             "webdav": "false",
             "admin.ui": "false",
             "master.telemetry": "false",
