@@ -37,8 +37,8 @@ class Accepted(msgspec.Struct, frozen=True, kw_only=True):
 class BatchProgress(msgspec.Struct, frozen=True, kw_only=True):
     """Where a batch stands.
 
-    `counts` are ended samples by status, `finished` those generated so far; `cursor` is one before
-    its first close.
+    `counts` are ended samples by status, `finished` those generated so far; `cursor` is that of its
+    latest close.
     """
 
     batch_id: str

@@ -15,10 +15,11 @@ from .answers import Accepted, BatchProgress, Fleet, Model, Policy
 from .client import iteration_timeout
 from .cursor import CursorFile
 from .discovery import resolve
+from .errors import NotFound, RollgridAPIError, Unreachable
 from .following import Reader
 from .results import Group
 from .tasks import ScorerLike, TaskLike, submission
-from .transport import AsyncTransport, Retries
+from .transport import AsyncTransport, Call, Retries
 from .weights import AsyncWeights
 
 
@@ -56,6 +57,8 @@ class AsyncBatch:
             scope=f"batch:{self.batch_id}",
             cursor=self.cursor if cursor is None else cursor,
             timeout_s=iteration_timeout(self._accepted, timeout),
+            expected=self.group_ids,
+            exists=calls.batch_status(self.batch_id),
         )
         return _read(self._transport, reader)
 
@@ -75,12 +78,27 @@ async def _read(transport: AsyncTransport, reader: Reader) -> AsyncGenerator[Gro
     try:
         while not reader.done:
             page = await transport.send(reader.next_call(), budget_s=budget_s, deadline=reader.deadline)
-            for group in reader.accept(page):
+            fresh = reader.accept(page)
+            for group in fresh:
                 yield group
                 if reader.durable:
                     await asyncio.to_thread(reader.consumed, group)
+            question = reader.doubt(fresh)
+            if question is not None:
+                reader.done = not await _exists(transport, question)
     finally:
         reader.close()
+
+
+async def _exists(transport: AsyncTransport, call: Call[Any]) -> bool:
+    """False when the server says that there is no such thing; its trouble is left to the next page."""
+    try:
+        await transport.send(call, budget_s=0.0)
+    except NotFound:
+        return False
+    except (RollgridAPIError, Unreachable):
+        return True
+    return True
 
 
 class AsyncClient:
@@ -125,7 +143,7 @@ class AsyncClient:
     async def batch(self, batch_id: str) -> AsyncBatch:
         """As `Client.batch`."""
         known = await self._transport.send(calls.batch_status(batch_id))
-        accepted = Accepted(batch_id=batch_id, run=known.run, cursor=known.cursor, deadline=known.deadline)
+        accepted = Accepted(batch_id=batch_id, run=known.run, deadline=known.deadline)
         return AsyncBatch(self._transport, accepted)
 
     def trajectories(

@@ -14,10 +14,11 @@ from . import calls
 from .answers import Accepted, BatchProgress, Fleet, Model, Policy
 from .cursor import CursorFile
 from .discovery import resolve
+from .errors import NotFound, RollgridAPIError, Unreachable
 from .following import Reader
 from .results import Group
 from .tasks import ScorerLike, TaskLike, submission
-from .transport import Retries, SyncTransport
+from .transport import Call, Retries, SyncTransport
 from .weights import Weights
 
 CLOSE_GRACE_S = 120.0
@@ -74,6 +75,8 @@ class Batch:
             scope=f"batch:{self.batch_id}",
             cursor=self.cursor if cursor is None else cursor,
             timeout_s=iteration_timeout(self._accepted, timeout),
+            expected=self.group_ids,
+            exists=calls.batch_status(self.batch_id),
         )
         return _read(self._transport, reader)
 
@@ -93,11 +96,26 @@ def _read(transport: SyncTransport, reader: Reader) -> Generator[Group, None, No
     try:
         while not reader.done:
             page = transport.send(reader.next_call(), budget_s=budget_s, deadline=reader.deadline)
-            for group in reader.accept(page):
+            fresh = reader.accept(page)
+            for group in fresh:
                 yield group
                 reader.consumed(group)
+            question = reader.doubt(fresh)
+            if question is not None:
+                reader.done = not _exists(transport, question)
     finally:
         reader.close()
+
+
+def _exists(transport: SyncTransport, call: Call[Any]) -> bool:
+    """False when the server says that there is no such thing; its trouble is left to the next page."""
+    try:
+        transport.send(call, budget_s=0.0)
+    except NotFound:
+        return False
+    except (RollgridAPIError, Unreachable):
+        return True
+    return True
 
 
 class Client:
@@ -157,9 +175,7 @@ class Client:
     def batch(self, batch_id: str) -> Batch:
         """The handle of a batch submitted before, perhaps by another process; asks the server for it."""
         known = self._transport.send(calls.batch_status(batch_id))
-        return Batch(
-            self._transport, Accepted(batch_id=batch_id, run=known.run, cursor=known.cursor, deadline=known.deadline)
-        )
+        return Batch(self._transport, Accepted(batch_id=batch_id, run=known.run, deadline=known.deadline))
 
     def trajectories(
         self, run: str, *, cursor: int | CursorFile = 0, follow: bool = True, timeout: float | None = None

@@ -7,8 +7,8 @@ cursor alone, in constant memory, whatever the server sends again after a reconn
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import TypeAlias
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
 
 from .answers import Page
 from .cursor import CursorFile
@@ -35,8 +35,15 @@ class Reader:
         cursor: int | CursorFile,
         follow: bool = True,
         timeout_s: float | None = None,
+        expected: Iterable[str] = (),
+        exists: Call[Any] | None = None,
     ) -> None:
-        """`timeout_s` bounds the whole iteration; without `follow` it ends at the first empty page."""
+        """`timeout_s` bounds the whole iteration; without `follow` it ends at the first empty page.
+
+        It also ends when all of `expected` (group ids) have been read, and when `exists`, asked after
+        an empty page, is answered NotFound: the server forgets a batch only when all of it has closed
+        and left for the archive.
+        """
         self._page_call = page_call
         self._scope = scope
         self._file = cursor if isinstance(cursor, CursorFile) else None
@@ -44,6 +51,8 @@ class Reader:
         self.cursor = cursor.read(scope) if isinstance(cursor, CursorFile) else cursor
         self.deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self.done = False
+        self._exists = exists
+        self._missing = set(expected)
 
     @property
     def durable(self) -> bool:
@@ -67,7 +76,14 @@ class Reader:
                 fresh.append(Group(item.group, item.cursor))
         self.cursor = max(self.cursor, page.cursor)
         self.done = page.done or (not self._follow and not page.groups)
+        if self._missing:
+            self._missing.difference_update(group.id for group in fresh)
+            self.done = self.done or not self._missing
         return fresh
+
+    def doubt(self, fresh: list[Group]) -> Call[Any] | None:
+        """What to ask before waiting on: whether there still is such a batch."""
+        return None if fresh or self.done else self._exists
 
     def consumed(self, group: Group) -> None:
         """The consumer asked for the next group: this one need not come again."""

@@ -70,7 +70,7 @@ class FaultyIngest:
         self.newest = 0
         self.page_size = 1000
         self.retry_counts: list[str | None] = []
-        self.uploaded_behind: dict[int, int] = {}
+        self.forgotten = False
 
     # -- routes ---------------------------------------------------------------------------------
 
@@ -83,6 +83,8 @@ class FaultyIngest:
         return _answer({**answer, "group_ids": [f"g{index}" for index in range(count)]}, 202)
 
     async def status(self, request: Request) -> Response:
+        if self.forgotten:
+            return await refuse(404, "not_found", retryable=False)(request) or Response(status_code=500)
         progress = {"run": "r", "groups": self.batch_size, "closed": len(self.groups), "samples": 0, "finished": 0}
         known = {"batch_id": request.path_params["batch"], "counts": {}, "status": "open", "done": False, "cursor": 0}
         return _answer({**progress, **known})

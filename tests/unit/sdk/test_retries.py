@@ -156,6 +156,22 @@ def test_an_iterator_gives_each_group_once_even_if_the_server_repeats(ingest: Fa
     assert [group.id for group in client.batch("b1").groups()] == expected
 
 
+def test_a_batch_that_the_server_has_archived_and_forgotten_ends(ingest: FaultyIngest, client: Client) -> None:
+    expected = fill(ingest, 3)
+    batch = client.batch("b1")
+    ingest.batch_size = 0  # nobody can say any more that it is done
+    ingest.forgotten = True
+    assert [group.id for group in batch.groups()] == expected
+
+
+def test_a_submitted_batch_ends_with_its_last_group(ingest: FaultyIngest, client: Client) -> None:
+    expected = fill(ingest, 3)
+    ingest.batch_size = 1000
+    batch = client.submit(["x"] * 3, sampling={"max_tokens": 4})
+    assert [group.id for group in batch.groups()] == expected
+    assert len(ingest.cursors) == 1  # without asking for another page
+
+
 def test_waiting_ends_with_the_callers_time(ingest: FaultyIngest, client: Client) -> None:
     fill(ingest, 2)
     ingest.batch_size = 3  # one never closes
