@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 from . import openapi, routes_openai, routes_policies, routes_rollouts
 from .auth import Scope
 from .door import Parts, principal
-from .envelope import error_response
+from .envelope import error_response, internal_error
 from .middleware import Door
 from .wire import invalid
 
@@ -38,6 +38,7 @@ def create_app(parts: Parts) -> ASGIApp:
     app.add_exception_handler(HTTPException, _on_http)
     app.add_exception_handler(RequestValidationError, _on_parameters)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
+    app.add_exception_handler(Exception, _on_bug)
     for router in (routes_openai.router, routes_rollouts.router, routes_policies.router):
         app.include_router(router)
     _add_health(app, parts)
@@ -64,6 +65,11 @@ def _add_health(app: FastAPI, parts: Parts) -> None:
 
 async def _on_refusal(request: Request, error: Exception) -> Response:
     return error_response(cast("RollgridError", error), _request_id(request))
+
+
+async def _on_bug(request: Request, _: Exception) -> Response:
+    """The answer to a bug; the exception goes on to the door, which logs it."""
+    return error_response(internal_error(), _request_id(request))
 
 
 async def _on_disconnect(request: Request, _: Exception) -> Response:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import cache
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
 
 import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
-from rollgrid_contracts.arrays import Floats, TokenIds
+from rollgrid_contracts.arrays import Floats, PackedArray, TokenIds
 from starlette.responses import Response
 
 from .rollout_schema import ErrorAnswer
@@ -73,10 +75,12 @@ def document(app: FastAPI) -> dict[str, Any]:
     """The app's OpenAPI document, made once."""
     if app.openapi_schema is None:
         found = get_openapi(title=app.title, version=app.version, summary=app.summary, routes=app.routes)
-        _, components = msgspec.json.schema_components(
-            sorted(_shapes, key=lambda kind: kind.__name__), schema_hook=_array_schema, ref_template=_REF
-        )
-        schemas = found.setdefault("components", {}).setdefault("schemas", {})
+        shapes = [_as_json(kind) for kind in sorted(_shapes, key=lambda kind: kind.__name__)]
+        _, components = msgspec.json.schema_components(shapes, ref_template=_REF)
+        found["security"] = [{"key": []}]
+        components_of = found.setdefault("components", {})
+        components_of["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        schemas = components_of.setdefault("schemas", {})
         schemas.update(components)
         for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's own shapes are never sent
             schemas.pop(name, None)
@@ -87,9 +91,36 @@ def document(app: FastAPI) -> dict[str, Any]:
     return app.openapi_schema
 
 
-def _array_schema(kind: type) -> dict[str, Any]:
-    if issubclass(kind, TokenIds):
-        return {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 2**32 - 1}}
-    if issubclass(kind, Floats):
-        return {"type": "array", "items": {"type": "number"}}
-    raise NotImplementedError(f"no schema for {kind.__name__}")
+@cache
+def _as_json(kind: type) -> type:
+    """The struct as JSON has it: packed arrays are lists (msgspec cannot describe them, nor their defaults)."""
+    fields: list[Any] = []
+    for field in msgspec.structs.fields(kind):
+        is_array = isinstance(field.default, PackedArray)
+        default: Any = msgspec.field(default=field.default)  # type: ignore[call-overload]
+        if is_array or field.default_factory is not msgspec.NODEFAULT:
+            default = msgspec.field(default_factory=list if is_array else field.default_factory)
+        fields.append((field.name, _json_type(field.type), default))
+    config = kind.__struct_config__  # type: ignore[attr-defined]
+    return msgspec.defstruct(
+        kind.__name__,
+        fields,
+        namespace={"__doc__": kind.__doc__},
+        kw_only=True,
+        tag=config.tag,
+        tag_field=config.tag_field,
+        forbid_unknown_fields=config.forbid_unknown_fields,
+    )
+
+
+def _json_type(annotation: Any) -> Any:
+    if isinstance(annotation, type) and not get_args(annotation):
+        if issubclass(annotation, TokenIds):
+            return list[int]
+        if issubclass(annotation, Floats):
+            return list[float]
+        return _as_json(annotation) if issubclass(annotation, msgspec.Struct) else annotation
+    origin, inner = get_origin(annotation), tuple(_json_type(part) for part in get_args(annotation))
+    if origin in (Union, UnionType):
+        return Union[inner]  # noqa: UP007 - a tuple of members
+    return origin[inner] if origin in (tuple, list, dict) else annotation

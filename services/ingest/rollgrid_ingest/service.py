@@ -86,7 +86,8 @@ class IngestService:
     async def run(self) -> None:
         parts = self._wired()
         app = create_app(parts)
-        server = http_server(app, self.settings.host, self.settings.port, timeout_keep_alive=KEEP_ALIVE_S, backlog=2048)
+        options = {"timeout_keep_alive": KEEP_ALIVE_S, "backlog": 2048, "server_header": False}
+        server = http_server(app, self.settings.host, self.settings.port, **options)
         async with asyncio.TaskGroup() as group:
             group.create_task(parts.catalog.follow())
             group.create_task(self._reload_keys())
