@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from rollgrid_contracts import codec
-from rollgrid_contracts.checkpoints import CheckpointKind, CheckpointManifest, FileInfo, TensorInfo
+from rollgrid_contracts.checkpoints import CheckpointKind, CheckpointManifest, TensorInfo
 
 from .errors import invalid
 from .names import SIDE_FILES, check_file_name, is_weights
@@ -69,11 +69,6 @@ def weights_digest(tensors: Iterable[TensorInfo]) -> str:
     """sha256 over names, dtypes, shapes and digests: equal for equal weights, however they are sharded."""
     lines = sorted(f"{tensor.name} {tensor.dtype} {list(tensor.shape)} {tensor.sha256}\n" for tensor in tensors)
     return hashlib.sha256("".join(lines).encode()).hexdigest()
-
-
-def files_digest(files: Iterable[FileInfo]) -> str:
-    """sha256 over names and digests of a set of files."""
-    return hashlib.sha256("".join(sorted(f"{file.name} {file.sha256}\n" for file in files)).encode()).hexdigest()
 
 
 def verify_files(folder: Path, manifest: CheckpointManifest) -> None:

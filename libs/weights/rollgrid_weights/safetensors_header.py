@@ -111,7 +111,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _entry(name: str, value: Any, offset: int, file: str) -> TensorEntry:
     label = name[:100]
     if not name or len(name) > MAX_NAME or not name.isprintable():
-        raise invalid(f"tensor name {label!r} of {file} is empty, too long or not printable", label)
+        raise invalid(f"tensor name {label!r} of {file} is empty, too long or not printable", file)
     if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
         raise invalid(f"tensor {label!r} of {file} has not exactly dtype, shape and data_offsets", label)
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]

@@ -1,0 +1,101 @@
+"""Whether a published version may run: its files are fetched and checked before anybody is told to load them."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from pathlib import Path
+
+from rollgrid_contracts.checkpoints import CheckpointManifest, PolicyState
+from rollgrid_contracts.failures import Boundary, ErrorCode
+from rollgrid_runtime.blobs import Blobs
+from rollgrid_runtime.errors import RollgridError, StorageError
+from rollgrid_weights.errors import WeightsError
+from rollgrid_weights.manifest import check_manifest, decode_manifest
+from rollgrid_weights.names import MANIFEST
+from rollgrid_weights.validation import DTYPES, validate_version
+
+from .plan import folder_key
+from .register import LocalModel
+
+SPARE_BYTES = 256 * 1024 * 1024
+"""Free space left on the scratch folder's disk."""
+
+
+class Refused(RollgridError):
+    """The version will never run; the reason is recorded for its publisher."""
+
+    def __init__(self, code: ErrorCode, message: str, field: str | None = None, limit: str | None = None) -> None:
+        super().__init__(code, message, boundary=Boundary.WEIGHTS, field=field, limit=limit)
+
+
+async def verify(blobs: Blobs, state: PolicyState, model: LocalModel, version: int, scratch: Path | None) -> str:
+    """Check a version whole; the prefix of its files.
+
+    Raises Refused when it can never run, StorageError when S3 or the disk fails (try again).
+    """
+    key = folder_key(state.tenant, state.policy, version)
+    data = await blobs.get(key + MANIFEST)
+    if data is None:
+        raise StorageError(f"{key}{MANIFEST} is gone")
+    try:
+        manifest = decode_manifest(data)
+        _check_identity(manifest, state, version)
+        check_manifest(manifest)
+        prefix = _prefix(manifest, key)
+        await _fetch_and_validate(blobs, state, model, manifest, prefix, scratch)
+    except WeightsError as error:
+        raise Refused(error.code, error.message, error.field, error.limit) from error
+    return prefix
+
+
+def _check_identity(manifest: CheckpointManifest, state: PolicyState, version: int) -> None:
+    claimed = (manifest.tenant, manifest.policy, manifest.version)
+    if claimed != (state.tenant, state.policy, version):
+        raise Refused(
+            ErrorCode.INVALID_REQUEST,
+            f"the manifest is of {manifest.tenant}/{manifest.policy}/{manifest.version}, stored as version {version}",
+            "version",
+        )
+    if manifest.tokenizer_digest not in (None, state.tokenizer_digest):
+        raise Refused(
+            ErrorCode.INVALID_REQUEST,
+            f"the version was trained with tokenizer {manifest.tokenizer_digest}, the policy has {state.tokenizer_digest}",
+            "tokenizer_digest",
+        )
+
+
+def _prefix(manifest: CheckpointManifest, key: str) -> str:
+    """Where the files are: in the version's own folder or below it."""
+    prefix = (manifest.prefix or key).rstrip("/") + "/"
+    if not prefix.startswith(key) or ".." in prefix:
+        raise Refused(ErrorCode.FORBIDDEN, f"the files of a version are below {key}, not {prefix[:200]}", "prefix")
+    return prefix
+
+
+async def _fetch_and_validate(
+    blobs: Blobs, state: PolicyState, model: LocalModel, manifest: CheckpointManifest, prefix: str, scratch: Path | None
+) -> None:
+    present = set(await blobs.keys(prefix))
+    for file in manifest.files:
+        if prefix + file.name not in present:
+            raise Refused(ErrorCode.NOT_FOUND, f"file {file.name} was never uploaded", file.name)
+    folder = await asyncio.to_thread(_scratch_folder, scratch)
+    try:
+        needed = sum(file.size for file in manifest.files) + SPARE_BYTES
+        free = shutil.disk_usage(folder).free
+        if free < needed:
+            raise StorageError(f"{folder.parent} has {free} bytes free, verifying needs {needed}")
+        for file in manifest.files:
+            await blobs.download(prefix + file.name, folder / file.name)
+        dtypes = (DTYPES[state.dtype],) if state.dtype in DTYPES else ()
+        await asyncio.to_thread(validate_version, folder, manifest, model.tensors, dtypes=dtypes, tied=model.tied)
+    finally:
+        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+
+def _scratch_folder(scratch: Path | None) -> Path:
+    if scratch is not None:
+        scratch.mkdir(parents=True, exist_ok=True)
+    return Path(tempfile.mkdtemp(prefix="rollgrid-verify-", dir=scratch))
