@@ -11,7 +11,9 @@ from rollgrid.stack.home import PartState, StackState, find_home, find_stack
 from rollgrid.stack.probes import get_json
 
 from .output import Exit, JsonOption, console, emit
-from .table import parts_table, uptime
+from .table import parts_table, uptime, wide_console
+
+_SHOWN_ELSEWHERE = {"instance", "service", "worker", "port", "version", "fingerprint", "pool", "policy", "engine"}
 
 
 def status(
@@ -87,7 +89,7 @@ def _part(part: PartState, code: int | None, body: dict[str, Any]) -> dict[str, 
 def _print(state: StackState, report: dict[str, Any]) -> None:
     import msgspec
 
-    screen = console()
+    screen = wide_console()
     shown = tuple(
         msgspec.structs.replace(part, state=row["state"], problems=row["problems"], version=row["version"])
         for part, row in zip(state.parts, report["parts"], strict=True)
@@ -99,21 +101,36 @@ def _print(state: StackState, report: dict[str, Any]) -> None:
             f"worker {worker['worker']}: {loaded} · {worker.get('engine')} {worker.get('dtype', '')} · "
             f"{worker.get('busy', 0)}/{worker['slots']} slots busy"
         )
-    if report["queues"]:
-        screen.print("queues  " + _facts(report["queues"]), soft_wrap=True)
+    for line in _queue_lines(report["queues"]):
+        screen.print(line)
     ready = "[bold green]ready[/]" if report["ready"] else "[bold red]not ready[/]"
     screen.print(f"{ready}  {state.url}  engine {state.engine}, policy {state.policy}, up {uptime(state)}")
 
 
-def _facts(facts: dict[str, Any], prefix: str = "") -> str:
-    """Numbers and short texts of a nested object on one line."""
+def _facts(facts: dict[str, Any]) -> str:
+    """Numbers and short texts a service reports, on one line."""
     words = []
     for name, value in facts.items():
-        if isinstance(value, dict):
-            words.append(_facts(value, f"{prefix}{name}."))
-        elif isinstance(value, (int, float, str, bool)) and value not in ("", None):
-            words.append(f"{prefix}{name}={value:.4g}" if isinstance(value, float) else f"{prefix}{name}={value}")
-    return " ".join(word for word in words if word)
+        if name in _SHOWN_ELSEWHERE or value is None or isinstance(value, (dict, list)):
+            continue
+        words.append(f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={str(value)[:24]}")
+    return " ".join(words)
+
+
+def _queue_lines(queues: dict[str, Any]) -> list[str]:
+    """One line a stream: what it holds of its bound, and what waits for each reader."""
+    lines = []
+    for name, queue in queues.items():
+        if not isinstance(queue, dict):
+            lines.append(f"queue {name}: {queue}")
+            continue
+        readers = " · ".join(
+            f"{reader} {depth.get('pending', 0)} waiting, {depth.get('unacked', 0)} in hand"
+            for reader, depth in queue.get("consumers", {}).items()
+        )
+        full = 100 * queue.get("bytes", 0) / max(1, queue.get("max_bytes", 1))
+        lines.append(f"{name}  {queue.get('messages', 0)} messages, {full:.1f} % full  {readers}".rstrip())
+    return lines
 
 
 def _absent(as_json: bool) -> None:

@@ -7,10 +7,23 @@ from typing import TYPE_CHECKING
 
 from rollgrid.stack.home import PartState, StackState
 
+from .output import console
+
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
+PIPE_WIDTH = 160
+
 STYLES = {"ready": "green", "starting": "yellow", "waiting": "dim", "stopping": "yellow", "stopped": "dim"}
+
+
+def wide_console(*, stderr: bool = False) -> Console:
+    """A console that does not cut a table to 80 columns where there is no terminal."""
+    screen = console(stderr=stderr)
+    if not screen.is_terminal:
+        screen.width = max(screen.width, PIPE_WIDTH)
+    return screen
 
 
 def parts_table(parts: tuple[PartState, ...], notes: dict[str, str] | None = None) -> Table:
@@ -29,7 +42,7 @@ def parts_table(parts: tuple[PartState, ...], notes: dict[str, str] | None = Non
         table.add_row(
             part.name,
             Text(state, style=STYLES.get(part.state, "red")),
-            part.url,
+            part.url.partition("://")[2],
             str(part.process.pid) if part.process else "",
             part.version,
             str(part.restarts) if part.restarts else "",

@@ -22,7 +22,7 @@ from rollgrid.stack.home import Home, StackState, find_home, find_stack, write_p
 from rollgrid.stack.supervisor import StackFailed, Supervisor, stop_stack
 
 from .output import Exit, JsonOption, console, emit
-from .table import parts_table, welcome
+from .table import parts_table, welcome, wide_console
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -53,7 +53,7 @@ def up(
 
     Data stays in $ROLLGRID_HOME, else ./.rollgrid if there is one, else ~/.rollgrid.
     """
-    screen = console(stderr=True)
+    screen = wide_console(stderr=True)
     home = Home(find_home())
     running = find_stack(home.root)
     if running is not None:

@@ -20,13 +20,14 @@ class Part:
 
     Parts start by `stage`, lowest first, and stop the other way round within `stop_s` seconds.
     `exports` are environment variables for later stages.  A service is ready by its `url`/readyz, a
-    server by its `probe`.
+    server by its `probe`; `instance` is the name by which a service shows that it is this one that answers.
     """
 
     name: str
     kind: str
     stage: int
     url: str = ""
+    instance: str = ""
     argv: tuple[str, ...] = ()
     env: dict[str, str] = dataclasses.field(default_factory=dict, repr=False)
     cwd: Path = Path("/")

@@ -67,7 +67,8 @@ async def nats(access: NatsAccess) -> str:
                     with contextlib.suppress(NotFoundError):
                         await context.add_stream(config)
                     await context.publish("rollgrid.probe", b"1", stream=PROBE_STREAM)
-                return str(client.connected_server_version)
+                v = client.connected_server_version
+                return f"{v.major}.{v.minor}.{v.patch}"
             finally:
                 await client.close()
     except (Error, OSError, TimeoutError, APIError) as error:

@@ -174,6 +174,9 @@ class RunningPart:
             except ProbeFailed as error:
                 return {"probe": str(error)}, ""
         status, body = await http_json(f"{self.part.url}/readyz")
+        name = body.get("instance", self.part.instance)
+        if status and name != self.part.instance:
+            return {"port": f"another program has it: {name}"}, ""
         if status == 200:
             return {}, ""
         found = body.get("problems") or {"door": body.get("error", f"HTTP {status}")}

@@ -99,9 +99,9 @@ def service_rows(config: StackConfig, home: Home) -> list[Service]:
 
 
 def build_parts(
-    home: Home, config: StackConfig, secrets: Credentials, ports: Ports, env: Mapping[str, str]
+    home: Home, config: StackConfig, secrets: Credentials, ports: Ports, env: Mapping[str, str], run: str
 ) -> list[Part]:
-    """All parts of the stack, servers first.  Raises ConfigurationError."""
+    """All parts of the stack, servers first; `run` makes the services' names unique.  Raises ConfigurationError."""
     config.check()
     servers = [
         nats_part(home, secrets, ports, env),
@@ -120,10 +120,11 @@ def build_parts(
         own = {f"{row.prefix}DRAIN_S": str(DRAIN_S), f"{row.prefix}{row.port}": str(number)}
         # What the caller set for a service stays, except what makes it a part of this very stack.
         own = {name: shared.get(name, value) if name.endswith("DRAIN_S") else value for name, value in own.items()}
-        own |= {f"{row.prefix}{name}": value for name, value in row.own.items()}
+        instance = row.own.get("INSTANCE", f"{row.name}-{run[:6]}")
+        own |= {f"{row.prefix}{name}": value for name, value in {**row.own, "INSTANCE": instance}.items()}
         part = Part(
             name=row.name, kind="service", stage=row.stage, url=f"http://{LOOPBACK}:{number}",
-            argv=(sys.executable, "-m", row.module), env={**shared, **own}, cwd=home.root, stop_s=DRAIN_S + 10.0,
+            instance=instance, argv=(sys.executable, "-m", row.module), env={**shared, **own}, cwd=home.root, stop_s=DRAIN_S + 10.0,
         )  # fmt: skip
         services.append(part)
     ports.save()

@@ -85,7 +85,7 @@ class Supervisor:
     def _prepare(self) -> None:
         credentials = self.home.credentials()
         ports = Ports(self.home)
-        parts = build_parts(self.home, self.config, credentials, ports, os.environ)
+        parts = build_parts(self.home, self.config, credentials, ports, os.environ, self._run_id)
         self._parts = [RunningPart(part, self.home, self._run_id, self._changed, self._tell) for part in parts]
         door = next(part.url for part in parts if part.name == "ingest")
         self._state = StackState(
