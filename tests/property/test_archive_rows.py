@@ -21,7 +21,12 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 FLOATS = st.lists(st.floats(width=32), max_size=8).map(Floats.of)
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=8).map(TokenIds.of)
 ANY = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | TEXT | st.binary(max_size=4),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats(allow_nan=False)
+    | TEXT
+    | st.binary(max_size=4),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
     max_leaves=6,
 )
@@ -37,9 +42,9 @@ SAMPLES = st.builds(
     top_logprobs=st.none() | st.builds(TopLogprobs, offsets=TOKENS, token_ids=TOKENS, logprobs=FLOATS),
     text=st.none() | TEXT,
     parsed=st.none() | st.builds(Parsed, content=TEXT, tool_calls=st.tuples(BODY)),
-    version_spans=st.lists(st.builds(VersionSpan, version=st.integers(0, 9), start=st.just(0), end=st.integers(0, 9))).map(
-        tuple
-    ),
+    version_spans=st.lists(
+        st.builds(VersionSpan, version=st.integers(0, 9), start=st.just(0), end=st.integers(0, 9))
+    ).map(tuple),
     seed=st.none() | st.integers(0, 2**63 - 1),
     timings=st.builds(Timings, finished_at=st.floats(0, 1e10)),
     error=st.none() | ERRORS,
@@ -81,14 +86,16 @@ GROUPS = st.builds(
 BATCHES = st.lists(GROUPS, min_size=1, max_size=4).map(lambda groups: [(10 + 3 * i, g) for i, g in enumerate(groups)])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(groups=BATCHES)
 def test_rows_give_back_the_very_groups(groups: list) -> None:
     assert archive_rows.from_parquet(archive_rows.to_parquet(groups)) == groups
 
 
-@settings(max_examples=50, deadline=None)
-@given(groups=BATCHES, tenant=st.sampled_from([None, "acme", "globex"]), run=st.sampled_from([None, "r1"]), data=st.data())
+@settings(max_examples=30, deadline=None)
+@given(
+    groups=BATCHES, tenant=st.sampled_from([None, "acme", "globex"]), run=st.sampled_from([None, "r1"]), data=st.data()
+)
 def test_readers_get_their_tenant_and_nothing_else(groups: list, tenant: str, run: str, data: st.DataObject) -> None:
     after, limit = data.draw(st.integers(0, 25)), data.draw(st.none() | st.integers(0, 3))
     wanted = [(s, g) for s, g in groups if s > after and tenant in (None, g.tenant) and run in (None, g.run)]
@@ -96,7 +103,7 @@ def test_readers_get_their_tenant_and_nothing_else(groups: list, tenant: str, ru
     assert found == wanted[:limit]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(groups=BATCHES)
 def test_columns_say_what_the_record_says(groups: list) -> None:
     table = pq.read_table(BufferReader(archive_rows.to_parquet(groups)))
@@ -125,5 +132,3 @@ def test_manifest_keys_sort_by_sequence(first: int) -> None:
     assert first_of_manifest(manifest_key(first)) == first
     assert manifest_key(first) < manifest_key(first + 1)
     assert data_key(first, first, "a" * 64) != data_key(first, first, "b" * 64)
-
-

@@ -124,7 +124,11 @@ def expected(world: World) -> dict[str, tuple]:
                 break
         missing = SampleStatus.CANCELLED if reason is CloseReason.CANCELLED else SampleStatus.EXPIRED
         entries = tuple(
-            (won[i][1].status, won[i][1].attempt, rewards.get(i) if won[i][1].status is SampleStatus.SUCCEEDED else None)
+            (
+                won[i][1].status,
+                won[i][1].attempt,
+                rewards.get(i) if won[i][1].status is SampleStatus.SUCCEEDED else None,
+            )
             if i in won
             else (missing, 1, None)
             for i in range(item.n)
@@ -222,8 +226,8 @@ class Run:
             self.read_event()
         self.take(self.ledger.jobs_end(10_000, self.ledger.read_to, 1.0))
         if not self.rng.random() < 0.5:
-            self.take(self.ledger.advance(99.0))
-        self.take(self.ledger.advance(FAR))
+            self.take(self.ledger.advance(99.0, 1.0))
+        self.take(self.ledger.advance(FAR, 1.0))
         while self.pending:
             epoch = self.ledger.epoch
             self.append()

@@ -65,7 +65,9 @@ class ArchiveManifests:
         """List what has been written since; on an empty list begin behind sequence `after` (a hint)."""
         known = self._firsts[-1] if self._firsts else after
         keys = await self._blobs.keys(MANIFEST_PREFIX, manifest_key(known) if known else "")
-        self._firsts += [first for first in map(first_of_manifest, keys) if not self._firsts or first > self._firsts[-1]]
+        self._firsts += [
+            first for first in map(first_of_manifest, keys) if not self._firsts or first > self._firsts[-1]
+        ]
 
     async def last(self) -> ArchiveManifest | None:
         """The newest manifest."""

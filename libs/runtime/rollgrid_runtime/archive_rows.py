@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 import pyarrow as pa
-import pyarrow.compute as pc
+import pyarrow.compute as _compute
 import pyarrow.parquet as pq
 from rollgrid_contracts import codec
 from rollgrid_contracts.arrays import Floats, PackedArray, TokenIds
@@ -23,7 +23,7 @@ Numbered = tuple[int, GroupClosed]
 """A close and its RG_TRAJECTORIES sequence."""
 
 ZSTD_LEVEL = 3
-_TYPES: dict[Kind, pa.DataType] = {
+_TYPES: dict[Kind, Any] = {
     Kind.TEXT: pa.string(),
     Kind.CATEGORY: pa.string(),
     Kind.INT: pa.int64(),
@@ -38,6 +38,7 @@ _TYPES: dict[Kind, pa.DataType] = {
     Kind.BYTES: pa.binary(),
 }
 _PACKED = (Kind.TOKENS, Kind.LOGPROBS)
+pc: Any = _compute  # its functions are made at import, which stubs describe in part only
 _json = msgspec.json.Encoder(enc_hook=repr)
 
 _OF_GROUP: dict[str, Callable[[GroupClosed], Any]] = {
@@ -103,7 +104,7 @@ def to_table(groups: Sequence[Numbered]) -> pa.Table:
     """One row per entry, in the order given."""
     widths = [len(group.entries) for _, group in groups]
     entries = [entry for _, group in groups for entry in group.entries]
-    arrays: dict[str, pa.Array] = {
+    arrays: dict[str, Any] = {
         "sequence": pa.array(_repeated((seq for seq, _ in groups), widths), pa.uint64()),
     }
     for column in GROUP_COLUMNS[1:]:
@@ -121,13 +122,13 @@ def to_table(groups: Sequence[Numbered]) -> pa.Table:
 
 def from_table(table: pa.Table) -> list[Numbered]:
     """The groups of whole rows, as they were closed."""
-    table = table.combine_chunks()
-    sequences = table["sequence"].to_pylist()
-    heads = table["group_record"].to_pylist()
-    records = table["entry_record"].to_pylist()
-    prompts, texts = _packed(table, "prompt_token_ids", TokenIds), table["prompt_text"].to_pylist()
-    tokens, logprobs = _packed(table, "token_ids", TokenIds), _packed(table, "logprobs", Floats)
-    words = table["text"].to_pylist()
+    whole: Any = table.combine_chunks()
+    sequences = whole["sequence"].to_pylist()
+    heads = whole["group_record"].to_pylist()
+    records = whole["entry_record"].to_pylist()
+    prompts, texts = _packed(whole, "prompt_token_ids", TokenIds), whole["prompt_text"].to_pylist()
+    tokens, logprobs = _packed(whole, "token_ids", TokenIds), _packed(whole, "logprobs", Floats)
+    words = whole["text"].to_pylist()
     groups: list[Numbered] = []
     row = 0
     while row < len(sequences):
@@ -149,7 +150,7 @@ def from_table(table: pa.Table) -> list[Numbered]:
 def to_parquet(groups: Sequence[Numbered]) -> bytes:
     """A Parquet file (zstd) of `groups`, one row group."""
     sink = pa.BufferOutputStream()
-    dictionary = [column.name for column in COLUMNS if column.kind is Kind.CATEGORY]
+    dictionary: Any = [column.name for column in COLUMNS if column.kind is Kind.CATEGORY]
     pq.write_table(
         to_table(groups),
         sink,
@@ -166,8 +167,8 @@ def from_parquet(
     data: bytes, tenant: str | None = None, run: str | None = None, after: int = 0, limit: int | None = None
 ) -> list[Numbered]:
     """Groups of a Parquet file behind sequence `after`, of one tenant (and run) if given, at most `limit`."""
-    table = pq.read_table(pa.BufferReader(data))
-    keep = pc.greater(table["sequence"], pa.scalar(after, pa.uint64()))
+    table: Any = pq.read_table(pa.BufferReader(data))
+    keep: Any = pc.greater(table["sequence"], pa.scalar(after, pa.uint64()))
     if tenant is not None:
         keep = pc.and_(keep, pc.equal(table["tenant"], tenant))
     if run is not None:
@@ -184,13 +185,13 @@ def _repeated(values: Iterable[Any], widths: Sequence[int]) -> list[Any]:
     return [value for value, width in zip(values, widths, strict=True) for _ in range(width)]
 
 
-def _array(column: Column, values: list[Any]) -> pa.Array:
+def _array(column: Column, values: list[Any]) -> Any:
     if column.kind in _PACKED:
         return _list_array(column.kind, values)
     return pa.array(values, _TYPES[column.kind])
 
 
-def _list_array(kind: Kind, values: Sequence[PackedArray[Any]]) -> pa.Array:
+def _list_array(kind: Kind, values: Sequence[PackedArray[Any]]) -> Any:
     whole = b"".join(value.packed for value in values)
     offsets = list(itertools.accumulate((len(value) for value in values), initial=0))
     inner = pa.Array.from_buffers(_TYPES[kind].value_type, offsets[-1], [None, pa.py_buffer(whole)])
@@ -200,7 +201,7 @@ def _list_array(kind: Kind, values: Sequence[PackedArray[Any]]) -> pa.Array:
 def _packed(table: pa.Table, name: str, kind: type[Any]) -> list[Any]:
     if not table.num_rows:
         return []
-    column = table[name].chunk(0)
+    column: Any = table[name].chunk(0)
     offsets = column.offsets.to_pylist()
     raw = column.values.buffers()[1]
     whole = memoryview(raw)[column.values.offset * 4 :] if raw is not None else memoryview(b"")

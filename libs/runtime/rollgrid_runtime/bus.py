@@ -273,6 +273,13 @@ class Bus:
     async def subscribe_raw(self, subject: str, handler: Callable[[Msg], Awaitable[None]]) -> Subscription:
         return await self.client.subscribe(subject, cb=handler, pending_msgs_limit=-1, pending_bytes_limit=-1)
 
+    async def unsubscribe(self, subscription: Subscription) -> None:
+        """End a subscription; one whose connection is closed has ended with it."""
+        try:
+            await subscription.unsubscribe()
+        except NatsError as error:
+            log.debug("not_unsubscribed", error=repr(error))
+
     def new_inbox(self) -> str:
         return str(self.client.new_inbox())
 
@@ -311,7 +318,8 @@ class Bus:
     async def consumer_info(self, stream: str, durable: str) -> ConsumerInfo | None:
         """What the server says of a consumer, None when there is none."""
         try:
-            return await self.js.consumer_info(stream, durable)
+            info: ConsumerInfo = await self.js.consumer_info(stream, durable)
+            return info
         except NotFoundError:
             return None
         except (APIError, *_TRANSIENT) as error:

@@ -70,10 +70,12 @@ async def ensure_consumer(
     *,
     start_sequence: int | None = None,
     start_time: float | None = None,
+    last_per_subject: bool = False,
     headers_only: bool = False,
     inactive_s: float | None = None,
 ) -> None:
-    """Create the durable or leave it as it is; it starts at a stream sequence, or at a UNIX time, if given.
+    """Create the durable or leave it as it is; it starts at a stream sequence, or at a UNIX time, if given,
+    or delivers the last message of each subject only.
 
     A durable that exists with other settings is updated (its position stays).  With `inactive_s`
     the server deletes it once nobody has read it for so long.
@@ -95,6 +97,8 @@ async def ensure_consumer(
     elif start_time is not None:
         moment = datetime.fromtimestamp(start_time, UTC).isoformat()
         config |= {"deliver_policy": "by_start_time", "opt_start_time": moment}
+    elif last_per_subject:
+        config["deliver_policy"] = "last_per_subject"
     if inactive_s is not None:
         config["inactive_threshold"] = int(inactive_s * _NANOSECONDS)
     if headers_only:

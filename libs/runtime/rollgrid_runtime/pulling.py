@@ -117,7 +117,7 @@ class Puller:
     async def close(self) -> None:
         """Stop reading; what was delivered and not handed over goes back at once."""
         if self._subscription is not None:
-            await self._subscription.unsubscribe()
+            await self._bus.unsubscribe(self._subscription)
             self._subscription = None
         while not self._queue.empty():
             item = self._queue.get_nowait()

@@ -114,10 +114,10 @@ class Ledger:
             self.events_to = max(self.events_to, seq)
         return self._drain(now)
 
-    def advance(self, now: float) -> list[Decision]:
-        """Every event stored before UNIX second `now` has been read: expire what is due."""
+    def advance(self, until: float, now: float) -> list[Decision]:
+        """Every event stored before UNIX second `until` has been applied: expire what was due by then."""
         decisions: list[Decision] = []
-        while self._deadlines and self._deadlines[0][0] <= now:
+        while self._deadlines and self._deadlines[0][0] <= until:
             _, group_id = heapq.heappop(self._deadlines)
             group = self.open.get(group_id)
             if group is not None and group.closing is None:
@@ -216,7 +216,11 @@ class Ledger:
         return []
 
     def _fold(
-        self, group: OpenGroup, seq: int, event: SamplesFinished | SamplesScored | SessionForked | SessionEnded, now: float
+        self,
+        group: OpenGroup,
+        seq: int,
+        event: SamplesFinished | SamplesScored | SessionForked | SessionEnded,
+        now: float,
     ) -> list[Decision]:
         decisions: list[Decision] = []
         match event:
@@ -322,7 +326,8 @@ class Ledger:
 def _split_copies(jobs: dict[int, tuple[int, ...]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(the first job of each index set, later copies of the same): copies may never have been started."""
     seen: set[tuple[int, ...]] = set()
-    first, extra = [], []
+    first: list[int] = []
+    extra: list[int] = []
     for seq, indexes in sorted(jobs.items()):
         (extra if indexes in seen else first).append(seq)
         seen.add(indexes)

@@ -266,7 +266,9 @@ def _outcome(index: int, outcome: SessionOutcome, last: Sample | None) -> Sample
         error = last.error if last and last.error else None
         error = error or ErrorInfo(code=ErrorCode.INTERNAL, message="the session failed", boundary=Boundary.LEDGER)
     elif status is SampleStatus.EXPIRED:
-        error = ErrorInfo(code=ErrorCode.EXPIRED, message="the session expired", boundary=Boundary.LEDGER, retryable=True)
+        error = ErrorInfo(
+            code=ErrorCode.EXPIRED, message="the session expired", boundary=Boundary.LEDGER, retryable=True
+        )
     if last is None:
         return Sample(index=index, status=status, error=error)
     return Sample(

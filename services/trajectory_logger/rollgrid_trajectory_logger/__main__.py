@@ -1,0 +1,19 @@
+"""`python -m rollgrid_trajectory_logger`."""
+
+from __future__ import annotations
+
+import sys
+
+from rollgrid_runtime.service import run_service
+
+from .service import TrajectoryLogger
+from .settings import TrajectoryLoggerSettings
+
+
+def main() -> int:
+    settings = TrajectoryLoggerSettings()
+    return run_service(TrajectoryLogger(settings), settings)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,139 @@
+"""Wiring: the ledger (active or standing by) and the archiver in one process, either can be left out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+from typing import Any
+
+from rollgrid_contracts.topology import TRAJECTORIES
+from rollgrid_contracts.trajectories import Superseded
+from rollgrid_runtime.archive import ArchiveManifests
+from rollgrid_runtime.blobs import Blobs
+from rollgrid_runtime.bus import Bus
+from rollgrid_runtime.errors import BusError, Conflict, ConsumerGone, StorageError
+from rollgrid_runtime.logging import get_logger
+from rollgrid_runtime.service import connections, instance_name
+
+from . import metrics
+from .archiver import Archiver
+from .authority import Authority, LeaseLost
+from .retention import Retention
+from .session import LedgerSession, Reconnected
+from .settings import TrajectoryLoggerSettings
+
+log = get_logger(__name__)
+ENDS_A_SESSION = (LeaseLost, Reconnected, Conflict, BusError, StorageError, ConsumerGone)
+RESTART_S = 0.5
+
+
+class LedgerRole:
+    """Stands by until it may take over, is the ledger until it loses that, and stands by again."""
+
+    def __init__(self, bus: Bus, blobs: Blobs, settings: TrajectoryLoggerSettings, name: str) -> None:
+        self._bus, self._blobs, self._settings = bus, blobs, settings
+        self.authority = Authority(bus, name)
+        self.session: LedgerSession | None = None
+        self._manifests = ArchiveManifests(blobs)
+        self.problem: str | None = None
+
+    async def run(self) -> None:
+        while True:
+            try:
+                lease = await self.authority.wait_turn()
+                await self.authority.claim(lease)
+                self.problem = None
+                self.session = LedgerSession(self._bus, self._blobs, self._manifests, self.authority, self._settings)
+                await self.session.run()
+            except* ENDS_A_SESSION as errors:
+                self.problem = "; ".join(sorted({repr(error) for error in _leaves(errors)}))
+                log.warning("ledger_session_ended", epoch=self.authority.epoch, why=self.problem)
+            finally:
+                self.session = None
+                metrics.EPOCH.set(0)
+            await asyncio.sleep(RESTART_S)
+
+    def take_superseded(self) -> list[Superseded]:
+        if self.session is None:
+            return []
+        taken = list(self.session.ledger.superseded_recent)
+        self.session.ledger.superseded_recent.clear()
+        return taken
+
+
+class TrajectoryLogger:
+    name = "trajectory_logger"
+
+    def __init__(self, settings: TrajectoryLoggerSettings) -> None:
+        self._settings = settings
+        self._instance = instance_name(settings, "trajectory-logger")
+        self._stack = contextlib.AsyncExitStack()
+        self._ledger: LedgerRole | None = None
+        self._archiver: Archiver | None = None
+        self._retention: Retention | None = None
+
+    async def start(self) -> None:
+        """Connect.  Raises BusError, StorageError."""
+        # Hundreds of thousands of small long-lived structs without cycles: let the collector look less often.
+        gc.set_threshold(50_000, 20, 50)
+        self._bus, self._blobs = await self._stack.enter_async_context(connections(self._instance))
+        if self._settings.ledger:
+            self._ledger = LedgerRole(self._bus, self._blobs, self._settings, self._instance)
+        if self._settings.archiver:
+            superseded = self._ledger.take_superseded if self._ledger else list
+            self._archiver = Archiver(self._bus, self._blobs, self._settings, self._instance, superseded)
+            self._retention = Retention(self._bus, self._settings, self._archived_to)
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            if self._ledger is not None:
+                tasks.create_task(self._ledger.run())
+            if self._archiver is not None and self._retention is not None:
+                tasks.create_task(self._archiver.run())
+                tasks.create_task(self._archiver.keep_superseded())
+                tasks.create_task(self._retention.run())
+
+    async def drain(self) -> None:
+        """Hand the lease on: whatever is unfinished is read again by the next ledger, nothing is held here alone."""
+        if self._ledger is not None and self._ledger.session is not None:
+            await self._ledger.authority.release()
+
+    async def stop(self) -> None:
+        await self._stack.aclose()
+
+    async def problems(self) -> dict[str, str]:
+        """Ready means: JetStream answers now, the ledger is live or standing by, the archive keeps up with S3."""
+        found: dict[str, str] = {}
+        try:
+            await self._bus.stream_info(TRAJECTORIES.name)
+        except BusError as error:
+            found["nats"] = error.message
+        if self._ledger is not None:
+            if self._ledger.session is not None:
+                found |= self._ledger.session.problems
+            elif self._ledger.problem is not None:
+                found["ledger"] = self._ledger.problem
+        if self._archiver is not None and self._archiver.problem is not None:
+            found["archive"] = self._archiver.problem
+        return found
+
+    def facts(self) -> dict[str, Any]:
+        facts: dict[str, Any] = {"instance": self._instance}
+        if self._ledger is not None:
+            session = self._ledger.session
+            facts["ledger"] = "active" if session else "standby"
+            facts |= session.facts if session else {"epoch": 0}
+        if self._archiver is not None:
+            facts |= self._archiver.facts
+        return facts
+
+    def _archived_to(self) -> int | None:
+        return self._archiver.archived_to if self._archiver is not None and self._archiver.known else None
+
+
+def _leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
+    found: list[BaseException] = []
+    for error in group.exceptions:
+        found += _leaves(error) if isinstance(error, BaseExceptionGroup) else [error]
+    return found
