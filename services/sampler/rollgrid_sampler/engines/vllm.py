@@ -10,6 +10,7 @@ frontend's cost, so text is decoded once at the end unless stop strings need it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import os
 import tempfile
@@ -44,6 +45,8 @@ from .base import (
 log = get_logger(__name__)
 T = TypeVar("T")
 EXTENSION = "rollgrid_sampler.engines.vllm_extension.WeightsExtension"
+CLOSE_S = 1.0
+"""How long the engine may take to end by itself."""
 PROBE_LENGTHS = (48, 31, 17)
 """Tokens of the fingerprint's probes: several, so that no single position decides."""
 
@@ -115,25 +118,34 @@ class VllmEngine:
                 loop.call_soon_threadsafe(settle, None, error)
                 return
             loop.call_soon_threadsafe(settle, engine, None)
+            del engine
             self._closing.wait()
 
         threading.Thread(target=work, name="engine-parent", daemon=True).start()
-        async with asyncio.timeout(self._settings.start_timeout_s):
-            return await built
+        try:
+            async with asyncio.timeout(self._settings.start_timeout_s):
+                return await built
+        except TimeoutError as error:
+            raise EngineDead(f"the engine did not start within {self._settings.start_timeout_s} s") from error
 
     def _verify_lifelines(self) -> None:
         """vLLM swallows plugin failures: check that every engine process is bound to this one."""
-        children = psutil.Process().children(recursive=True)
-        engine = [child.pid for child in children if "resource_tracker" not in " ".join(child.cmdline())]
-        loose = lifeline.unbound(engine)
+        engine = _engine_processes()
+        loose = lifeline.unbound(child.pid for child in engine)
         if loose or not engine:
             raise EngineDead(f"engine processes not bound to the sampler: {loose} of {engine}")
 
     async def close(self) -> None:
         llm, self._llm = self._llm, None
+        children = _engine_processes()
         if llm is not None:
-            await asyncio.to_thread(llm.shutdown)
+            if llm.output_handler is not None:
+                llm.output_handler.cancel()  # else it reports the shutdown as a failure
+            await asyncio.to_thread(llm.shutdown, CLOSE_S)
         self._closing.set()
+        for child in children:  # what did not end in time, or was still starting
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
         self._marks.cleanup()
 
     async def health(self) -> None:
@@ -248,6 +260,16 @@ class VllmEngine:
         found = await self._llm.collective_rpc("rg_fingerprint", args=(probes,))
         await self._llm.update_weight_version(str(version))
         return Loaded(version=version, fingerprint=str(found[0]))
+
+
+def _engine_processes() -> list[psutil.Process]:
+    """The engine core and its workers: every child but multiprocessing's own helper."""
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "resource_tracker" not in " ".join(child.cmdline()):
+                found.append(child)
+    return found
 
 
 def set_environment(settings: SamplerSettings) -> None:
