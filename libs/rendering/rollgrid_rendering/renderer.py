@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,8 +35,8 @@ class Renderer:
         self.digest = digest
         self._tokenizer = tokenizer
         self._pieces: dict[int, str] = {}
-        # truncation and padding are state of the backend tokenizer: one caller at a time
-        self._lock = threading.Lock()
+        # truncation and padding are state of the backend, off after any first call; then nothing changes it
+        self.encode("a")
 
     @classmethod
     def load(cls, folder: Path, digest: str | None = None) -> Renderer:
@@ -66,8 +65,7 @@ class Renderer:
         return bool(getattr(self._tokenizer, "chat_template", None))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        with self._lock:
-            ids: list[int] = self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
+        ids: list[int] = self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
         return ids
 
     def render(
@@ -88,14 +86,13 @@ class Renderer:
         if taken:
             raise RenderingError(f"chat template variables may not be named {', '.join(taken)}")
         try:
-            with self._lock:
-                text: str = self._tokenizer.apply_chat_template(
-                    [dict(message) for message in messages],
-                    tools=[dict(tool) for tool in tools] or None,
-                    add_generation_prompt=add_generation_prompt,
-                    tokenize=False,
-                    **dict(options or {}),
-                )
+            text: str = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tools=[dict(tool) for tool in tools] or None,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=False,
+                **dict(options or {}),
+            )
         except Exception as error:  # a template is a program: whatever it raises is about its input
             raise RenderingError(f"the chat template refused the messages: {error}") from error
         return text, self.encode(text, add_special_tokens=False)

@@ -90,7 +90,7 @@ def _completion_logprobs(sample: Sample, token_ids: list[int], as_ids: bool, ren
     tokens = named(token_ids)
     logprobs = sample.logprobs.tolist()
     offsets, position = [], 0
-    for piece in tokens if not as_ids else renderer.pieces(token_ids):
+    for piece in tokens:
         offsets.append(position)
         position += len(piece)
     top: list[dict[str, float]] = []

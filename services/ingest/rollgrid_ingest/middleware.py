@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import re
 import secrets
 import time
@@ -25,6 +26,7 @@ log = get_logger(__name__)
 PUBLIC = frozenset({"/livez", "/readyz", "/health", "/healthz", "/openapi.json", "/docs"})
 _UPLOAD = re.compile(r"/v1/policies/[^/]+/versions/[^/]+/files/[^/]+")
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_PROCESS, _COUNT = secrets.token_hex(6), itertools.count(1)
 DRAIN_FACTOR = 4
 """A body that is refused for its size is still read up to so many times the bound, unseen, so that
 the client gets to read the refusal."""
@@ -163,4 +165,4 @@ def _content_length(headers: dict[bytes, bytes]) -> int | None:
 
 def _request_id(headers: dict[bytes, bytes]) -> str:
     given = headers.get(b"x-request-id", b"").decode("latin-1")
-    return given if _REQUEST_ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
+    return given if _REQUEST_ID.fullmatch(given) else f"req-{_PROCESS}-{next(_COUNT):x}"

@@ -97,7 +97,7 @@ def _as_json(kind: type) -> type:
     fields: list[Any] = []
     for field in msgspec.structs.fields(kind):
         is_array = isinstance(field.default, PackedArray)
-        default: Any = msgspec.field(default=field.default)  # type: ignore[call-overload]
+        default: Any = msgspec.field(default=field.default)
         if is_array or field.default_factory is not msgspec.NODEFAULT:
             default = msgspec.field(default_factory=list if is_array else field.default_factory)
         fields.append((field.name, _json_type(field.type), default))

@@ -19,7 +19,7 @@ from rollgrid_runtime.blobs import Blobs
 from rollgrid_runtime.bus import Bus
 from rollgrid_runtime.errors import RollgridError
 from rollgrid_runtime.logging import get_logger
-from rollgrid_runtime.reading import FALLBACK_WAKE_S, Tail, read_after
+from rollgrid_runtime.reading import FALLBACK_WAKE_S, PAGE_BYTES, Tail, read_after
 
 from .handler import Handler
 from .ledger_client import LedgerClient
@@ -147,11 +147,14 @@ class Results:
                     Record(seq, None, group) for seq, group in archived.groups if _in_scope(scope, group.batch_id)
                 ]
                 return records, archived.read_to, True
-        records = []
+        records, size = [], 0
         for stored in page.messages:
+            if size > PAGE_BYTES:  # claim checks: small in the stream, large when resolved
+                return records, cursor, True
             cursor = stored.sequence
             if _in_scope(scope, stored.headers.get(Header.BATCH.value)):
                 data = await self._bus.resolve(stored.data, stored.headers)
+                size += len(data)
                 kind = stored.headers.get(Header.CONTENT_TYPE.value, codec.MSGPACK)
                 if kind == codec.MSGPACK:
                     records.append(Record(cursor, data))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import msgspec
 from fastapi import APIRouter, Request, Response
 
@@ -50,8 +52,10 @@ async def completions(request: Request) -> Response:
     submission = await door.translator.completion(asked, caller_of(request, who, body))
     renderer = door.catalog.renderer(submission.policy)
     accepted, collected = await interactive(request, submission)
-    answer = await door.threads.run(lambda: completion_answer(asked, submission, accepted, collected, renderer))
-    return json_response(answer)
+    work = partial(completion_answer, asked, submission, accepted, collected, renderer)
+    if any(sample.text is None for sample in collected.everything()):  # a text-free engine: detokenise here
+        return json_response(await door.threads.run(work))
+    return json_response(work())
 
 
 @router.post(
