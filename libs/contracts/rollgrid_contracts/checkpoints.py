@@ -83,3 +83,11 @@ class PolicyState(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     desired_prefix: str | None = None
     history: tuple[int, ...] = (0,)
     newest: int = 0
+
+
+MANIFEST_NAME = "manifest.json"
+
+
+def version_root(tenant: str, policy: str, version: int) -> str:
+    """S3 prefix of one version: its manifest lies right below it, its files below the manifest's `prefix`."""
+    return f"checkpoints/{tenant}/{policy}/{version}/"

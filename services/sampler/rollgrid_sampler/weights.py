@@ -14,7 +14,14 @@ import tempfile
 from pathlib import Path
 
 from rollgrid_contracts import codec
-from rollgrid_contracts.checkpoints import CheckpointKind, CheckpointManifest, FileInfo, PolicyState
+from rollgrid_contracts.checkpoints import (
+    MANIFEST_NAME,
+    CheckpointKind,
+    CheckpointManifest,
+    FileInfo,
+    PolicyState,
+    version_root,
+)
 from rollgrid_contracts.fleet import LoadedVersion
 from rollgrid_contracts.jobs import VersionRule, WeightConstraint
 from rollgrid_contracts.topology import POLICIES
@@ -29,7 +36,6 @@ from .settings import SamplerSettings
 
 log = get_logger(__name__)
 RETRY_S = 5.0
-MANIFEST = "manifest.json"
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.gguf")
 
 
@@ -179,15 +185,16 @@ class Weights:
             if version == 0 and self._settings.model is not None:
                 self._folders[0] = self._settings.model
             elif state.desired_prefix is not None:
-                self._folders[version] = await self._download(state.desired_prefix)
+                self._folders[version] = await self._download(state, state.desired_prefix)
         return self._folders.get(version)
 
-    async def _download(self, prefix: str) -> Path:
-        """Fetch a version: its own files over the base folder's configuration and tokenizer."""
+    async def _download(self, state: PolicyState, prefix: str) -> Path:
+        """Fetch the desired version: its files below `prefix`, over the base's configuration and tokenizer."""
         prefix = prefix.rstrip("/") + "/"
-        data = await self._blobs.get(prefix + MANIFEST)
+        key = version_root(state.tenant, state.policy, state.desired) + MANIFEST_NAME
+        data = await self._blobs.get(key)
         if data is None:
-            raise StorageError(f"{prefix}{MANIFEST} does not exist")
+            raise StorageError(f"{key} does not exist")
         manifest = codec.decode(data, CheckpointManifest, codec.JSON)
         if manifest.kind is not CheckpointKind.FULL:
             raise WeightsRefused(f"{manifest.kind.value} versions are not supported yet", intact=True)
