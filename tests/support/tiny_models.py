@@ -56,8 +56,9 @@ class TinyModel(NamedTuple):
 USUAL = (TinyModel(), TinyModel(seed=1), TinyModel(context=2048), TinyModel(tied=False), TinyModel("qwen3"))
 
 
-def tiny_model(spec: TinyModel = TinyModel()) -> Path:
-    """The folder of this model, made on first use."""
+def tiny_model(spec: TinyModel | None = None) -> Path:
+    """The folder of this model (None = the plain Llama), made on first use."""
+    spec = spec or TinyModel()
     target = cache_folder() / f"{spec.architecture}-{_key(spec)}"
     if (target / "tokenizer.json").exists():
         return target

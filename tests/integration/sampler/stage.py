@@ -135,7 +135,12 @@ class Stage:
 
 
 def sampler_settings(**changes: Any) -> SamplerSettings:
-    fields: dict[str, Any] = {"engine": EngineKind.SCRIPTED, "policy_wait_s": 0.0, "drain_s": 6.0, "refuse_delay_s": 0.2}
+    fields: dict[str, Any] = {
+        "engine": EngineKind.SCRIPTED,
+        "policy_wait_s": 0.0,
+        "drain_s": 6.0,
+        "refuse_delay_s": 0.2,
+    }
     return SamplerSettings(**{**fields, **changes})
 
 

@@ -43,7 +43,10 @@ async def test_a_job_that_kills_its_sampler_is_quarantined_and_neighbours_finish
     neighbours = [make_job(f"n{i}", n=2, sampling=SLOW) for i in range(6)]
     for job in (*neighbours[:3], poison, *neighbours[3:]):
         await stage.submit(job)
-    faults = {"ROLLGRID_SAMPLER_SCRIPTED_FAULTS": json.dumps({"13": "crash"}), "ROLLGRID_SAMPLER_SCRIPTED_TOKEN_RATE": "400"}
+    faults = {
+        "ROLLGRID_SAMPLER_SCRIPTED_FAULTS": json.dumps({"13": "crash"}),
+        "ROLLGRID_SAMPLER_SCRIPTED_TOKEN_RATE": "400",
+    }
     with scratch("sampler") as folder, process(folder, stack_env, **faults) as sampler:
         sampler.start()
         async with stage.ledger(), asyncio.timeout(80):

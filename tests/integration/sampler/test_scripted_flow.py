@@ -10,7 +10,7 @@ import pytest
 from rollgrid_contracts import ids, subjects
 from rollgrid_contracts.failures import ErrorCode
 from rollgrid_contracts.fleet import CancelWork, DrainWorker
-from rollgrid_contracts.jobs import Priority, Reply, SampleGroup, SamplingParams, VersionRule, WeightConstraint
+from rollgrid_contracts.jobs import Priority, Reply, SamplingParams, VersionRule, WeightConstraint
 from rollgrid_contracts.samples import FinishReason, SampleReply, SampleStatus
 from rollgrid_contracts.scoring import ScorerSpec
 from rollgrid_contracts.subjects import PoolLane
@@ -49,7 +49,9 @@ async def test_a_group_is_sampled_recorded_and_acked(stage: Stage, nats_settings
     assert await stage.workers() == {}, "a drained sampler takes its lease away"
 
 
-async def test_samples_that_need_scores_carry_the_task(stage: Stage, nats_settings: NatsSettings, s3: S3Settings) -> None:
+async def test_samples_that_need_scores_carry_the_task(
+    stage: Stage, nats_settings: NatsSettings, s3: S3Settings
+) -> None:
     scorers = (ScorerSpec(name="exact", type="exact_match"),)
     job = make_job(n=4, scorers=scorers, task={"answer": "42"}, prompt_text="?")
     bad = make_job("bad", n=2, scorers=scorers, prompt=[600])
@@ -282,7 +284,9 @@ async def test_a_drain_finishes_what_runs_and_hands_back_the_rest(
         await stage.clean()
 
 
-async def test_a_full_record_is_waited_out_not_dropped(nats_settings: NatsSettings, s3: S3Settings, stage: Stage) -> None:
+async def test_a_full_record_is_waited_out_not_dropped(
+    nats_settings: NatsSettings, s3: S3Settings, stage: Stage
+) -> None:
     """RG_SAMPLES at its bound: the sampler retries with heartbeats and nothing is lost (I8)."""
     settings = nats_settings.model_copy(update={"samples_max_bytes": 2048, "ack_wait_s": 1.0})
     jobs = [make_job(f"full{i}", sampling=SamplingParams(max_tokens=64, ignore_eos=True)) for i in range(4)]
@@ -294,7 +298,9 @@ async def test_a_full_record_is_waited_out_not_dropped(nats_settings: NatsSettin
                 await asyncio.sleep(0.01)
         await asyncio.sleep(2.5)  # more than two ack-waits under a full stream
         assert await stage.read() == []
-        info = await stage.bus.js.consumer_info("RG_JOBS", pool_consumer(PoolLane(POOL, Priority.NORMAL, "acme")).durable)
+        info = await stage.bus.js.consumer_info(
+            "RG_JOBS", pool_consumer(PoolLane(POOL, Priority.NORMAL, "acme")).durable
+        )
         assert info.num_redelivered == 0, "held jobs are kept alive by heartbeats"
         from rollgrid_contracts.topology import SAMPLES
         from rollgrid_runtime.provision import ensure_stream
@@ -303,4 +309,3 @@ async def test_a_full_record_is_waited_out_not_dropped(nats_settings: NatsSettin
         for job in jobs:
             await stage.finished(job)
         await stage.clean()
-

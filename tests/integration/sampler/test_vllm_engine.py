@@ -203,6 +203,7 @@ async def test_the_probe_equals_a_prompt_logprobs_request(engine: Any) -> None:
     from vllm.inputs.engine import tokens_input
 
     probe = [17, 300, 45, 6, 99, 410, 23]
+    queued: list[float] = []
     direct = (await engine._llm.collective_rpc("rg_probe", args=([probe],)))[0][0]
     params = VllmParams(max_tokens=1, prompt_logprobs=0, temperature=0.0)
     async for output in engine._llm.generate(tokens_input(probe), params, "probe"):

@@ -1,0 +1,131 @@
+"""Small pure decisions of the sampler: constraints, staleness, lanes, folders, settings, checks."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rollgrid_contracts import topology
+from rollgrid_contracts.checkpoints import PolicyState
+from rollgrid_contracts.jobs import Priority, VersionRule, VersionSpan, WeightConstraint
+from rollgrid_contracts.subjects import PoolLane
+from rollgrid_sampler import lifeline
+from rollgrid_sampler.handler import allowed
+from rollgrid_sampler.lanes import parse_durable
+from rollgrid_sampler.settings import EngineKind, Fault, SamplerSettings
+from rollgrid_sampler.weights import link_base, met, settle, staleness
+
+
+def policy(desired: int, history: tuple[int, ...]) -> PolicyState:
+    return PolicyState(
+        tenant="shared",
+        policy="p",
+        pool="x",
+        base="b",
+        base_digest="",
+        tokenizer_prefix="",
+        tokenizer_digest="",
+        max_model_len=1,
+        vocab_size=1,
+        dtype="float32",
+        desired=desired,
+        history=history,
+    )
+
+
+@pytest.mark.parametrize(
+    ("rule", "value", "loaded", "expected"),
+    [
+        (VersionRule.LATEST, 0, 3, True),
+        (VersionRule.EXACT, 3, 3, True),
+        (VersionRule.EXACT, 2, 3, False),
+        (VersionRule.MIN, 3, 3, True),
+        (VersionRule.MIN, 4, 3, False),
+        (VersionRule.MAX_STALENESS, 0, 7, True),
+        (VersionRule.MAX_STALENESS, 0, 3, False),
+        (VersionRule.MAX_STALENESS, 1, 3, True),
+        (VersionRule.MAX_STALENESS, 1, 1, False),
+        (VersionRule.MAX_STALENESS, 2, 1, True),
+    ],
+)
+def test_version_constraints(rule: VersionRule, value: int, loaded: int, expected: bool) -> None:
+    """Staleness counts positions in the desired history (1, 3, 7), not version numbers."""
+    assert met(WeightConstraint(rule=rule, value=value), loaded, policy(7, (1, 3, 7))) is expected
+
+
+def test_staleness_of_unknown_versions_and_after_a_rollback() -> None:
+    assert staleness(5, policy(7, (1, 3, 7))) == 3, "a version never desired is as stale as can be"
+    assert staleness(7, policy(3, (1, 3, 7))) == 0, "ahead of a rollback is not stale"
+    assert staleness(0, None) == 0
+
+
+def test_spans_must_keep_a_constraint_that_names_versions() -> None:
+    spans = (VersionSpan(version=3, start=0, end=4), VersionSpan(version=4, start=4, end=9))
+    assert not allowed(WeightConstraint(rule=VersionRule.EXACT, value=3), spans)
+    assert allowed(WeightConstraint(rule=VersionRule.MIN, value=3), spans)
+    assert not allowed(WeightConstraint(rule=VersionRule.MIN, value=4), spans)
+    assert allowed(WeightConstraint(), spans)
+
+
+def test_durables_name_their_lanes() -> None:
+    lane = PoolLane("pabc", Priority.BULK, "acme-1")
+    assert parse_durable("pabc", topology.pool_consumer(lane).durable) == lane
+    for other in ("ledger-3", "pool_other_bulk_acme", "pool_pabc_urgent_acme", "pool_pabc_bulk_", "lane_w1"):
+        assert parse_durable("pabc", other) is None
+
+
+def test_a_version_folder_takes_all_of_the_base_but_its_weights(tmp_path: Path) -> None:
+    base, target = tmp_path / "base", tmp_path / "made"
+    base.mkdir()
+    target.mkdir()
+    for name in ("config.json", "tokenizer.json", "model.safetensors", "model.safetensors.index.json"):
+        (base / name).write_text(name)
+    link_base(base, target)
+    assert sorted(p.name for p in target.iterdir()) == ["config.json", "tokenizer.json"]
+    assert (target / "config.json").read_text() == "config.json"
+    link_base(None, target)
+
+
+def test_a_neighbours_folder_is_as_good(tmp_path: Path) -> None:
+    mine, theirs = tmp_path / "mine", tmp_path / "theirs"
+    for folder in (mine, theirs):
+        folder.mkdir()
+        (folder / "x").write_text("x")
+    settle(mine, theirs)
+    assert theirs.exists()
+    with pytest.raises(FileNotFoundError):
+        settle(mine / "nothing", tmp_path / "nowhere")
+
+
+def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLGRID_SAMPLER_ENGINE", "scripted")
+    monkeypatch.setenv("ROLLGRID_SAMPLER_MODEL", "/models/tiny")
+    monkeypatch.setenv("ROLLGRID_SAMPLER_SCRIPTED_FAULTS", json.dumps({"666": "crash"}))
+    found = SamplerSettings()
+    assert found.engine is EngineKind.SCRIPTED
+    assert found.model == Path("/models/tiny")
+    assert found.scripted_faults == {666: Fault.CRASH}
+
+
+def test_other_users_of_vllm_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plugin is loaded by every vLLM process of the environment; only a sampler's children are bound."""
+    monkeypatch.delenv(lifeline.OWNER, raising=False)
+    assert bound_signal() == bound_signal_after(lifeline.bind_to_parent)
+    monkeypatch.setenv(lifeline.OWNER, str(os.getpid()))
+    assert bound_signal() == bound_signal_after(lifeline.bind_to_parent)
+
+
+def bound_signal() -> int:
+    import ctypes
+
+    found = ctypes.c_int(0)
+    ctypes.CDLL(None).prctl(2, ctypes.byref(found), 0, 0, 0)
+    return found.value
+
+
+def bound_signal_after(action: Any) -> int:
+    action()
+    return bound_signal()
