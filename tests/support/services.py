@@ -20,21 +20,13 @@ READY_TIMEOUT_S = 40.0
 
 
 class ServiceProcess(Process):
-    """A service and its health door.  `health_port` stays the same over restarts."""
+    """A service and its health door, at the same port over restarts (ingest's is its own HTTP port)."""
 
-    def __init__(
-        self,
-        service: str,
-        folder: Path,
-        env: Mapping[str, str],
-        *,
-        name: str | None = None,
-        health_port: int | None = None,
-    ) -> None:
+    def __init__(self, service: str, folder: Path, env: Mapping[str, str], *, name: str | None = None) -> None:
         self.service = service.removeprefix("rollgrid_")
         if self.service not in SERVICES:
             raise ValueError(f"no service {service!r}; there are {SERVICES}")
-        self.health_port = health_port or free_port()
+        self.health_port = free_port()
         super().__init__(
             name or self.service,
             [sys.executable, "-m", f"rollgrid_{self.service}"],
@@ -80,6 +72,8 @@ def service_environment(service: str, env: Mapping[str, str], health_port: int) 
     clean = {name: value for name, value in os.environ.items() if not name.startswith("ROLLGRID_")}
     prefix = f"ROLLGRID_{service.upper()}_"
     shared = {"HEALTH_PORT": str(health_port), "DRAIN_S": "10", "LOG_LEVEL": "INFO"}
+    if service == "ingest":
+        shared |= {"PORT": str(health_port), "HEALTH_PORT": "0"}
     for name, value in shared.items():
         clean[f"ROLLGRID_{name}"] = value
         clean[f"{prefix}{name}"] = value

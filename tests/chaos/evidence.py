@@ -1,0 +1,40 @@
+"""Gathers what an outsider can see after a storm: the journals, the stream, the manifests and their objects."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from rollgrid_contracts import codec, subjects, topology
+from rollgrid_contracts.trajectories import GroupClosed
+from rollgrid_runtime.blobs import Blobs
+from rollgrid_runtime.bus import Bus
+from rollgrid_runtime.reading import read_after
+
+from . import journal as journals
+from .archive import read_archive
+from .checker import Close, Evidence
+from .journal import Line
+
+
+async def read_closes(bus: Bus) -> list[Close]:
+    """Every message the trajectory stream holds, in order."""
+    closes: list[Close] = []
+    after = 0
+    while True:
+        page = await read_after(bus, topology.TRAJECTORIES.name, subjects.TRAJECTORIES_ALL, after, 500)
+        for stored in page.messages:
+            record = codec.decode(await bus.resolve(stored.data, stored.headers), GroupClosed)
+            closes.append(Close(stored.sequence, stored.subject, stored.headers, record))
+            after = stored.sequence
+        if not page.messages or not page.pending:
+            return closes
+
+
+async def gather(bus: Bus, blobs: Blobs, journal_files: Iterable[Path]) -> Evidence:
+    lines: list[Line] = []
+    for path in journal_files:
+        lines += journals.read(path) if path.exists() else []
+    closes = await read_closes(bus)
+    state = (await bus.stream_info(topology.TRAJECTORIES.name)).state
+    return Evidence(lines, closes, await read_archive(blobs), state.first_seq, state.last_seq)
