@@ -104,9 +104,16 @@ class Handler:
     async def _samples(self, held: HeldJob, publisher: Publisher) -> Outcome:
         """All missing samples at once.  Raises EngineDead."""
         try:
+            check(held.job, self._context.engine)
+        except RequestFailed as refused:
+            for index in held.missing:
+                publisher.add(self._failed(held, index, refused.info(), None, time.time()))
+            return Outcome.ACK
+        prompt = held.job.prompt_token_ids.tolist()
+        try:
             async with asyncio.TaskGroup() as group:
                 for index in held.missing:
-                    group.create_task(self._sample(held, index, publisher))
+                    group.create_task(self._sample(held, index, prompt, publisher))
         except BaseExceptionGroup as failed:
             dead, _ = failed.split(EngineDead)
             if dead is not None:
@@ -117,30 +124,29 @@ class Handler:
             raise
         return Outcome.ACK
 
-    async def _sample(self, held: HeldJob, index: int, publisher: Publisher) -> None:
+    async def _sample(self, held: HeldJob, index: int, prompt: list[int], publisher: Publisher) -> None:
         await held.seats.acquire()
         try:
-            sample = await self._generate(held, index)
+            sample = await self._generate(held, index, prompt)
         finally:
             self._free_seat(held)
         self.samples_total += 1
         self.tokens_total += len(sample.token_ids)
         publisher.add(sample)
 
-    async def _generate(self, held: HeldJob, index: int) -> Sample:
+    async def _generate(self, held: HeldJob, index: int, prompt: list[int]) -> Sample:
         job, engine = held.job, self._context.engine
         seed = job.sampling.seed
         own_seed = None if seed is None else ids.sample_seed(seed, index)
         started = time.time()
         name = ids.sample_id(job.group_id, index)
         try:
-            check(job, engine)
             result = await engine.generate(
                 GenerationRequest(
                     request_id=f"{name}.a{held.attempt}",
                     sample=name,
                     index=index,
-                    prompt_token_ids=job.prompt_token_ids.tolist(),
+                    prompt_token_ids=prompt,
                     sampling=job.sampling,
                     seed=own_seed,
                     cache_salt=f"{job.tenant}/{engine.loaded.version}/{job.cache_salt or ''}",

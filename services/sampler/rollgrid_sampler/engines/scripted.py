@@ -37,6 +37,8 @@ Logprobs = npt.NDArray[np.float32]
 DEFAULT_CONTEXT = 32_768
 _ALPHABET = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz 0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ.", dtype=np.uint8)
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_COUNTER = np.arange(1, 4097, dtype=np.uint64) * _GOLDEN
+"""The first positions' counters, made once: most samples are shorter."""
 
 
 def weights_digest(folder: Path | None) -> bytes:
@@ -57,8 +59,8 @@ def sample_key(digest: bytes, sample: str, index: int, seed: int | None) -> int:
 
 def script(key: int, start: int, end: int, vocab: int, eos_id: int, eos_rate: float) -> tuple[Tokens, Logprobs]:
     """Tokens and logprobs of positions [start, end)."""
-    position = np.arange(start + 1, end + 1, dtype=np.uint64)
-    mixed = np.uint64(key) + position * _GOLDEN  # splitmix64 over a counter
+    counter = _COUNTER[start:end] if end <= len(_COUNTER) else np.arange(start + 1, end + 1, dtype=np.uint64) * _GOLDEN
+    mixed = np.uint64(key) + counter  # splitmix64 over a counter
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     mixed ^= mixed >> np.uint64(31)
@@ -88,9 +90,8 @@ def cut(tokens: Tokens, text: str, sampling: SamplingParams, eos_id: int, limit:
     """The earliest of EOS, stop token, stop string and `limit`, none before `min_tokens`."""
     best = Cut(limit, limit, FinishReason.LENGTH, None)
     stops = list(sampling.stop_token_ids) if sampling.ignore_eos else [eos_id, *sampling.stop_token_ids]
-    hits = np.flatnonzero(np.isin(tokens[sampling.min_tokens :], stops))
-    if hits.size:
-        at = int(hits[0]) + sampling.min_tokens
+    at = min((_first(tokens, stop, sampling.min_tokens) for stop in stops), default=limit)
+    if at < limit:
         why = None if int(tokens[at]) == eos_id and eos_id not in sampling.stop_token_ids else int(tokens[at])
         best = Cut(at + 1, at + 1, FinishReason.STOP, why)
     for stop in sampling.stop:
@@ -99,6 +100,13 @@ def cut(tokens: Tokens, text: str, sampling: SamplingParams, eos_id: int, limit:
             text_end = found + len(stop) if sampling.include_stop_str_in_output else found
             best = Cut(found + len(stop), text_end, FinishReason.STOP, stop)
     return best
+
+
+def _first(tokens: Tokens, wanted: int, start: int) -> int:
+    """The first position from `start` on that holds `wanted`; the length when none does."""
+    hits = tokens[start:] == wanted
+    at = int(hits.argmax()) if hits.size else 0
+    return start + at if hits.size and hits[at] else len(tokens)
 
 
 class ScriptedEngine:
@@ -211,6 +219,8 @@ class ScriptedEngine:
         more = script(
             key, len(tokens), limit, settings.scripted_vocab, settings.scripted_eos_id, settings.scripted_eos_rate
         )
+        if len(tokens) == 0:
+            return more
         return np.concatenate([tokens, more[0]]), np.concatenate([logprobs, more[1]])
 
     async def _elapse(self, began: float, tokens: int, swapped: asyncio.Event) -> bool:
