@@ -6,7 +6,7 @@ from fractions import Fraction
 
 from hypothesis import given
 from hypothesis import strategies as st
-from rollgrid_scorer.rewards.numeric import answered_number, last_number
+from rollgrid_scorer.rewards.numeric import _NUMBER, _last_run, answered_number, last_number
 
 NUMERIC_SOUP = st.text(alphabet="0123456789.,-+eE/%$\\{}()fracboxd#<>answer ½−\n", max_size=200)
 
@@ -37,3 +37,10 @@ def test_fractions_are_read(top: int, bottom: int) -> None:
 @given(st.integers(0, 10**9), st.text(alphabet="abc ,.;:\n()", max_size=50))
 def test_the_last_number_wins(number: int, tail: str) -> None:
     assert last_number(f"17 and {number} {tail}") == number
+
+
+@given(st.text() | NUMERIC_SOUP)
+def test_searching_the_last_run_alone_finds_what_a_full_search_finds(text: str) -> None:
+    whole = [match.span() for match in _NUMBER.finditer(text)]
+    run = [match.span() for match in _NUMBER.finditer(text, _last_run(text))]
+    assert run[-1:] == whole[-1:]

@@ -21,6 +21,7 @@ from .handler import KIND, Handler
 from .isolation import Pool
 from .registry import Registry
 from .settings import ScorerSettings
+from .workers import hide_this_process
 
 log = get_logger(__name__)
 PROBE_PERIOD_S = 5.0
@@ -47,6 +48,7 @@ class ScorerService:
 
     async def start(self) -> None:
         """Raises RollgridError when a server or the worker processes are out of reach."""
+        hide_this_process()
         instance = instance_name(self.settings, self.name)
         try:
             self.registry = Registry(self.settings.verifiers)

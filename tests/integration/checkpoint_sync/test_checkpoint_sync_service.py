@@ -124,7 +124,7 @@ async def test_versions_are_verified_then_desired_and_survive_a_restart(
     state = await desired(table, 1)
     assert (state.newest, state.history, state.desired_prefix) == (1, (0, 1), prefix)
     assert (await current(table)).revision > first
-    sync.restart()
+    sync.restart(60)
     assert (await current(table)).value == state
     await publish(bus, blobs, weights_only(tmp_path / "two", 0), 2)
     assert (await desired(table, 2)).history == (0, 1, 2)
@@ -136,7 +136,7 @@ async def test_a_lost_wake_up_is_healed_by_the_listing(
     sync.kill()
     await publish(bus, blobs, weights_only(tmp_path / "one", 1), 1, wake=False)
     await publish(bus, blobs, weights_only(tmp_path / "two", 0), 2, wake=False)
-    sync.start().wait_ready(30)
+    sync.start().wait_ready(60)
     assert (await desired(table, 2)).history == (0, 1, 2)
     sync.stop()
     with run_service("checkpoint_sync", {**env, "ROLLGRID_CHECKPOINT_SYNC_LIST_EVERY_S": "0.2"}):
@@ -210,7 +210,7 @@ async def test_a_rollback_holds_until_something_newer(
     handler = Handler(table, blobs, {}, None)
     state = await handler.roll_back(KEY, 1)
     assert (state.desired, state.newest, state.desired_prefix) == (1, 2, "checkpoints/shared/tiny/1/")
-    sync.restart()
+    sync.restart(60)
     assert (await current(table)).value.desired == 1
     await publish(bus, blobs, good, 3)
     assert (await desired(table, 3)).history == (0, 1, 2, 1, 3)
@@ -252,5 +252,5 @@ async def test_one_bad_model_leaves_the_others(
         wait_until(lambda: process.readiness()[1].get("policies") == [KEY], 30, "the good model is registered")
         assert list(process.readiness()[1]["problems"]) == ["policy shared.absent"]
         shutil.copytree(base, late)
-        process.wait_ready(30)
+        process.wait_ready(60)
         assert await table.get("shared.absent") is not None

@@ -138,7 +138,7 @@ async def test_several_scorers_and_the_next_kind(bus: Bus) -> None:
 
 async def test_failures_are_null_with_their_status(bus: Bus, scorer: ServiceProcess) -> None:
     """crash, hang, NaN: the group still gets its answer, and no failure is a 0."""
-    spec = ScorerSpec(name="o", type="obedient", timeout_s=0.5)
+    spec = ScorerSpec(name="o", type="obedient", timeout_s=2)
     texts = ("fine", "crash", "nan", "hang", "raise", "fine", "invalid")
     _, _, answer = await scored(bus, finished(*texts, scorers=(spec,)))
     found = {index: result.scores[0] for index, result in by_index(answer).items()}
@@ -190,7 +190,7 @@ async def test_kill_9_while_scoring_then_redelivery(bus: Bus, scorer: ServicePro
     worker = int(next(tmp_path.iterdir()).name.removeprefix("began-"))
     os.kill(scorer.pid, signal.SIGKILL)
     wait_until(lambda: not Path(f"/proc/{worker}").exists() or _zombie(worker), 5, "the worker died with the scorer")
-    scorer.restart()
+    scorer.restart(60)
     await acknowledged(bus, 30)
     [(_, answer)] = await stored_from(bus, sequence + 1)
     assert answer.finished_seq == sequence

@@ -86,7 +86,7 @@ async def test_a_process_lost_once_is_retried(pool: Pool, tmp_path: Path) -> Non
 
 
 async def test_a_hang_ends_at_its_deadline_with_all_its_children(pool: Pool, tmp_path: Path) -> None:
-    outcomes = await judge(pool, "fine", "hang-with-child", "fine", timeout_s=0.5, marks=str(tmp_path))
+    outcomes = await judge(pool, "fine", "hang-with-child", "fine", timeout_s=2.0, marks=str(tmp_path))
     assert [outcome.value for outcome in outcomes] == [0.5, None, 0.5]
     assert (outcomes[1].status, outcomes[1].attempt) == (ScoreStatus.VERIFIER_TIMEOUT, 1)
     child = int((tmp_path / "child").read_text())

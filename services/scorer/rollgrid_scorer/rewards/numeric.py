@@ -32,8 +32,21 @@ _LATEX = str.maketrans({"\u2212": "-", "\u2013": "-", "\u00a0": " ", "\u202f": "
 def last_number(text: str, percent_is_ratio: bool = False) -> Fraction | None:
     """The last number written in `text`, None when there is none that can be read."""
     text = text.translate(_LATEX).replace("{,}", ",").replace("\\,", "").replace("\\!", "").replace("\\$", "$")
-    found = deque(_NUMBER.finditer(text), maxlen=1)
+    found = deque(_NUMBER.finditer(text, _last_run(text)), maxlen=1)
     return _value(found[0], percent_is_ratio) if found else None
+
+
+def _last_run(text: str) -> int:
+    """Where the run of characters begins that holds the last digit: all before it need not be searched."""
+    last = next((at for at in range(len(text) - 1, -1, -1) if text[at] in "0123456789"), 0)
+    start = last
+    while start > 0 and last - start < 8 * MAX_DIGITS and _may_be_in_number(text[start - 1]):
+        start -= 1
+    return start
+
+
+def _may_be_in_number(character: str) -> bool:
+    return character in "0123456789.,/$+-\\{}eEdtfrac" or character.isspace()
 
 
 def _value(match: re.Match[str], percent_is_ratio: bool) -> Fraction | None:
