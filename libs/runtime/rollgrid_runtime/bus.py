@@ -385,7 +385,7 @@ def _classified(error: Mapping[str, Any]) -> RollgridError:
     code, text = int(error.get("err_code", 0)), str(error.get("description", error))
     if code == WRONG_LAST_SEQUENCE:
         return Conflict(text)
-    if code in STREAM_FULL or error.get("code") == 503 and "exceed" in text:
+    if code in STREAM_FULL or (error.get("code") == 503 and "exceed" in text):
         return QueueFull(text)
     return BusError(f"{text} (err_code {code})")
 

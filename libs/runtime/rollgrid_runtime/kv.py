@@ -16,7 +16,6 @@ from nats.js.errors import (
     KeyDeletedError,
     KeyNotFoundError,
     KeyWrongLastSequenceError,
-    NoKeysError,
 )
 from nats.js.kv import KeyValue
 from rollgrid_contracts import codec
@@ -99,16 +98,19 @@ class Table(Generic[V]):
             raise BusError(f"{self.bucket.name}/{key}: {error!r}") from error
 
     async def items(self) -> dict[str, Versioned[V]]:
-        """Every live key and its value."""
-        store = await self._kv()
+        """Every live key and its value.
+
+        Keys come from the stream's own count of subjects: nats-py's `keys()` waits for ever when the
+        server dies meanwhile, and can take messages still on their way for an empty bucket.
+        """
+        prefix = f"$KV.{self.bucket.name}."
         try:
-            keys = await store.keys()
-        except NoKeysError:
-            return {}
+            info = await self._bus.js.stream_info(f"KV_{self.bucket.name}", subjects_filter=prefix + ">")
         except (APIError, NatsError, TimeoutError) as error:
             raise BusError(f"listing {self.bucket.name}: {error!r}") from error
         found: dict[str, Versioned[V]] = {}
-        for key in keys:
+        for subject in info.state.subjects or {}:
+            key = subject.removeprefix(prefix)
             entry = await self.get(key)
             if entry is not None:
                 found[key] = entry

@@ -135,8 +135,11 @@ class Catalog:
     ) -> tuple[PolicyState, WeightConstraint | None]:
         """The policy behind a request's model name; `<name>@<version>` also pins the version.
 
-        Without a name the only visible policy is meant.  Raises model_not_found, invalid_request.
+        Without a name the only visible policy is meant.  Raises model_not_found, invalid_request, and
+        not_ready before the policies were read for the first time.
         """
+        if not self._view.loaded.is_set():
+            raise RollgridError(ErrorCode.NOT_READY, "the policies are being read", retry_after_s=1.0)
         if model is None or model == "":
             found = self.visible(tenant)
             if len(found) != 1:
