@@ -22,7 +22,7 @@ from rollgrid_contracts.subjects import run_of_trajectory
 from rollgrid_contracts.topology import Header
 from rollgrid_contracts.trajectories import CloseReason, GroupClosed
 
-from .journal import Accepted, Attempted, CancelAsked, Delivered, Line, Replied
+from .journal import Accepted, Attempted, CancelAsked, Delivered, Line, Refused, Replied
 
 CLOCK_SLACK_S = 1.0
 
@@ -83,6 +83,7 @@ class Expectation(NamedTuple):
     archived: bool = True
     iterated: bool = True
     archive_whole_stream: bool = True
+    all_let_in: bool = True
 
 
 class Violation(NamedTuple):
@@ -100,6 +101,7 @@ def check(evidence: Evidence, expect: Expectation | None = None) -> list[Violati
     return [
         *accepted_groups_close_once(evidence),
         *nothing_is_invented(evidence),
+        *(good_requests_are_let_in(evidence.journal) if expect.all_let_in else ()),
         *groups_are_whole(evidence.closes),
         *statuses_have_a_cause(evidence, expect),
         *keys_name_one_batch(evidence.journal),
@@ -144,6 +146,15 @@ def nothing_is_invented(evidence: Evidence) -> Iterable[Violation]:
     for group in closes_of(evidence):
         if group not in known:
             yield Violation("I1", group, "closed although nobody submitted it")
+
+
+def good_requests_are_let_in(journal: Sequence[Line]) -> Iterable[Violation]:
+    """The storm's requests are all well formed: no final verdict on them but yes."""
+    accepted = {line.key for line in journal if isinstance(line, Accepted)}
+    last: dict[str, Line] = {line.key: line for line in journal if isinstance(line, Attempted | Refused)}
+    for key, line in last.items():
+        if key not in accepted:
+            yield Violation("door", key, f"was never let in; the last word was {line}")
 
 
 # -- I5 -----------------------------------------------------------------------------------------------

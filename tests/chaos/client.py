@@ -9,11 +9,13 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx2
+from rollgrid_contracts import ids
 from rollgrid_contracts.arrays import Floats, TokenIds
 
 from tests.support.stack import POLICY, TENANT
@@ -55,6 +57,7 @@ class StormClient:
         self._http = httpx2.Client(base_url=url, timeout=httpx2.Timeout(load.deadline_s + 60, connect=2))
         self.accepted_groups: dict[str, int] = {}
         self.unanswered: list[str] = []
+        self.broken: list[str] = []
 
     # -- the journal ------------------------------------------------------------------------------------
 
@@ -111,12 +114,12 @@ class StormClient:
             code = str(answer.body.get("error", {}).get("code", ""))
             self.note(Refused(at=now(), key=key, status=answer.status, code=code))
             return None
-        ids = tuple(answer.body["group_ids"])
+        named = tuple(answer.body["group_ids"])
         accepted = Accepted(
-            at=now(), tenant=TENANT, run=self.run, key=key, group_ids=ids, n=n, deadline=answer.body["deadline"]
+            at=now(), tenant=TENANT, run=self.run, key=key, group_ids=named, n=n, deadline=answer.body["deadline"]
         )
         self.note(accepted)
-        return answer.body["batch_id"], ids
+        return answer.body["batch_id"], named
 
     def ask(self, key: str, n: int) -> None:
         """One call of the token door; the answer must equal the record."""
@@ -131,24 +134,17 @@ class StormClient:
         answer = self.send("/inference/v1/generate", body, key)
         if answer is None:
             return
-        if answer.status != 200:
-            code = str(answer.body.get("error", {}).get("code", ""))
+        code = str(answer.body.get("error", {}).get("code", ""))
+        if answer.status != 200 and code != "expired":
             self.note(Refused(at=now(), key=key, status=answer.status, code=code))
             return
-        choices = answer.body["choices"]
-        group = choices[0]["sample_id"].rsplit(".", 1)[0]
-        self.note(
-            Accepted(
-                at=now(),
-                tenant=TENANT,
-                run=self.run,
-                key=key,
-                group_ids=(group,),
-                n=n,
-                deadline=time.time() + self.load.deadline_s,
-            )
-        )
-        self.note(Replied(at=now(), group_id=group, samples=tuple(map(_replied, choices))))
+        deadline = time.time() + self.load.deadline_s
+        group = ids.group_id(TENANT, self.run, key, 0)
+        self.note(Accepted(at=now(), tenant=TENANT, run=self.run, key=key, group_ids=(group,), n=n, deadline=deadline))
+        if answer.status == 200:
+            choices = answer.body["choices"]
+            named = choices[0]["sample_id"].rsplit(".", 1)[0]
+            self.note(Replied(at=now(), group_id=named, samples=tuple(map(_replied, choices))))
 
     def cancel(self, batch: str, groups: tuple[str, ...]) -> None:
         self.note(CancelAsked(at=now(), group_ids=groups))
@@ -182,9 +178,16 @@ class StormClient:
                     break
                 key = f"{name}-{number}"
                 if kind == "ask":
-                    pool.submit(self.ask, key, n)
+                    pool.submit(self._guard, self.ask, key, n)
                 else:
-                    pool.submit(self._batch, key, groups, n, options)
+                    pool.submit(self._guard, self._batch, key, groups, n, options)
+
+    def _guard(self, call: Callable[..., None], key: str, *rest: Any) -> None:
+        try:
+            call(key, *rest)
+        except Exception as error:
+            with self._lock:
+                self.broken.append(f"{key}: {error!r}")
 
     def _batch(self, key: str, groups: int, n: int, options: dict[str, Any]) -> None:
         cancel_after_s = options.pop("cancel_after_s", None)

@@ -103,6 +103,7 @@ def run_storm(
             evidence, jobs_left = asyncio.run(_settle(pipe, [journal, seen]))
             violations = check(evidence, expect)
             violations += [Violation("I1", key, "no verdict of the door ever came") for key in client.unanswered]
+            violations += [Violation("client", "", what) for what in client.broken]
             if jobs_left:
                 violations.append(Violation("clean", "RG_JOBS", f"{jobs_left} jobs are left over"))
             return Outcome(evidence, violations, jobs_left, storm.played, quiet_after_s, story)

@@ -23,7 +23,18 @@ from tests.chaos.checker import (
     Expectation,
     check,
 )
-from tests.chaos.journal import Accepted, Attempted, CancelAsked, Delivered, Journal, Line, Replied, RepliedSample, read
+from tests.chaos.journal import (
+    Accepted,
+    Attempted,
+    CancelAsked,
+    Delivered,
+    Journal,
+    Line,
+    Refused,
+    Replied,
+    RepliedSample,
+    read,
+)
 
 TENANT, RUN, KEY, N = "acme", "run-1", "k1", 3
 GROUPS = tuple(ids.group_id(TENANT, RUN, KEY, position) for position in range(4))
@@ -220,6 +231,12 @@ def counts_that_lie(e: Evidence) -> Evidence:
     return e._replace(closes=[e.closes[0]._replace(headers=headers), *e.closes[1:]])
 
 
+def turned_away(e: Evidence) -> Evidence:
+    attempt = Attempted(at=1, tenant=TENANT, run=RUN, key="k9", groups=1, n=N)
+    refusal = Refused(at=2, key="k9", status=404, code="model_not_found")
+    return e._replace(journal=[*e.journal, attempt, refusal])
+
+
 DOCTORED: dict[str, tuple[str, Callable[[Evidence], Evidence]]] = {
     "a lost group": ("I1", lost_group),
     "a group closed twice": ("I1", closed_twice),
@@ -291,6 +308,7 @@ DOCTORED: dict[str, tuple[str, Callable[[Evidence], Evidence]]] = {
     "a record on another tenant's subject": ("I7", on_a_foreign_subject),
     "another group's header": ("I5", header_of_another),
     "counts that lie": ("I5", counts_that_lie),
+    "a good request turned away": ("door", turned_away),
 }
 
 
@@ -325,9 +343,10 @@ def test_failures_are_no_violation_where_the_storm_causes_them() -> None:
 def test_an_unanswered_attempt_may_have_closed_or_not() -> None:
     evidence = good()
     never_answered = [line for line in evidence.journal if not isinstance(line, Accepted)]
-    assert check(evidence._replace(journal=never_answered)) == []
+    open_door = Expectation(all_let_in=False)
+    assert check(evidence._replace(journal=never_answered), open_door) == []
     attempt = Attempted(at=1, tenant=TENANT, run=RUN, key="lost", groups=2, n=N)
-    assert check(evidence._replace(journal=[*evidence.journal, attempt])) == []
+    assert check(evidence._replace(journal=[*evidence.journal, attempt]), open_door) == []
 
 
 def test_a_journal_survives_a_torn_last_line(tmp_path: Any) -> None:
