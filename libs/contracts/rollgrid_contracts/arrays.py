@@ -38,7 +38,7 @@ class PackedArray(Generic[Number]):
         return cls(buffer.tobytes())
 
     def tolist(self) -> list[Number]:
-        buffer = array(self.typecode)
+        buffer: array[Any] = array(self.typecode)
         buffer.frombytes(self.packed)
         if sys.byteorder == "big":
             buffer.byteswap()
@@ -51,7 +51,7 @@ class PackedArray(Generic[Number]):
         return iter(self.tolist())
 
     def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and other.packed == self.packed  # type: ignore[attr-defined]
+        return isinstance(other, PackedArray) and type(other) is type(self) and other.packed == self.packed
 
     def __hash__(self) -> int:
         return hash((self.dtype, self.packed))

@@ -65,7 +65,8 @@ def decode(data: bytes, kind: type[T], content_type: str = MSGPACK) -> T:
         msgspec.DecodeError: malformed bytes, a missing field or a value of the wrong type.
         RecursionError: nesting deeper than the interpreter allows.
     """
-    decoder = _json_decoder(kind) if content_type == JSON else _msgpack_decoder(kind)
+    wanted: Any = kind
+    decoder = _json_decoder(wanted) if content_type == JSON else _msgpack_decoder(wanted)
     result: T = decoder.decode(data)
     return result
 

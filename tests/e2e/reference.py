@@ -1,0 +1,35 @@
+"""The trainer's own forward: transformers over prompt and completion, the judge of returned logprobs."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+
+@cache
+def model(folder: Path, dtype: str = "float32") -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+
+
+def logprobs(folder: Path, prompt: list[int], completion: list[int], temperature: float) -> list[float]:
+    """log softmax(logits / temperature) of each completion token; float32, shape (len(completion),)."""
+    import torch
+
+    ids = torch.tensor([prompt + completion])
+    with torch.no_grad():
+        logits = model(folder)(ids).logits[0, len(prompt) - 1 : -1].float() / temperature
+    chosen = torch.log_softmax(logits, -1).gather(-1, torch.tensor(completion)[:, None])
+    return [float(value) for value in chosen[:, 0]]
+
+
+def worst_difference(
+    folder: Path, prompt: list[int], completion: list[int], got: list[float], temperature: float
+) -> float:
+    """Largest |Δlogprob| over the completion; lengths must agree."""
+    assert len(got) == len(completion) > 0
+    want = logprobs(folder, prompt, completion, temperature)
+    return max(abs(a - b) for a, b in zip(got, want, strict=True))
