@@ -10,7 +10,6 @@ from .errors import WeightsError
 
 SAFETENSORS = ".safetensors"
 INDEX = "model.safetensors.index.json"
-MANIFEST = "manifest.json"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",

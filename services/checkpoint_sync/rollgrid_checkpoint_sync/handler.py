@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rollgrid_contracts import codec
-from rollgrid_contracts.checkpoints import PolicyState
+from rollgrid_contracts.checkpoints import MANIFEST_NAME, PolicyState, version_root
 from rollgrid_contracts.failures import ErrorCode
 from rollgrid_runtime.blobs import Blobs
 from rollgrid_runtime.errors import Conflict, RollgridError
@@ -17,7 +17,6 @@ from rollgrid_runtime.kv import Table
 from rollgrid_runtime.logging import get_logger
 from rollgrid_weights.errors import WeightsError
 from rollgrid_weights.manifest import decode_manifest
-from rollgrid_weights.names import MANIFEST
 
 from . import plan
 from .register import LocalModel
@@ -59,11 +58,11 @@ class Handler:
         return changed
 
     async def _prefix_of(self, state: PolicyState, version: int) -> str:
-        key = plan.folder_key(state.tenant, state.policy, version)
-        data = await self._blobs.get(key + MANIFEST)
+        key = version_root(state.tenant, state.policy, version)
+        data = await self._blobs.get(key + MANIFEST_NAME)
         try:
             if data is None:
-                raise RollgridError(ErrorCode.VERSION_GONE, f"{key}{MANIFEST} does not exist", field="version")
+                raise RollgridError(ErrorCode.VERSION_GONE, f"{key}{MANIFEST_NAME} does not exist", field="version")
             return decode_manifest(data).prefix or key
         except WeightsError as error:
             raise RollgridError(error.code, error.message, field=error.field) from error
@@ -98,7 +97,7 @@ class Handler:
 
     async def _refuse(self, state: PolicyState, version: int, error: RollgridError) -> None:
         """Record why, once, where `GET /v1/policies/{policy}/versions/{version}` finds it."""
-        where = plan.folder_key(state.tenant, state.policy, version) + REFUSED
+        where = version_root(state.tenant, state.policy, version) + REFUSED
         await self._blobs.create(where, codec.encode(error.info(), codec.JSON))
         log.warning(
             "version_refused",

@@ -52,11 +52,6 @@ class Stored(NamedTuple):
     refused: frozenset[int]
 
 
-def folder_key(tenant: str, policy: str, version: int) -> str:
-    """Where a version's manifest, refusal and (by default) files are."""
-    return f"checkpoints/{tenant}/{policy}/{version}/"
-
-
 def stored(tenant: str, policy: str, keys: Iterable[str]) -> Stored:
     """Read a listing of S3; keys of other form or owner are ignored."""
     published: set[int] = set()

@@ -7,16 +7,14 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from rollgrid_contracts.checkpoints import CheckpointManifest, PolicyState
+from rollgrid_contracts.checkpoints import MANIFEST_NAME, CheckpointManifest, PolicyState, version_root
 from rollgrid_contracts.failures import Boundary, ErrorCode
 from rollgrid_runtime.blobs import Blobs
 from rollgrid_runtime.errors import RollgridError, StorageError
 from rollgrid_weights.errors import WeightsError
 from rollgrid_weights.manifest import check_manifest, decode_manifest
-from rollgrid_weights.names import MANIFEST
 from rollgrid_weights.validation import DTYPES, validate_version
 
-from .plan import folder_key
 from .register import LocalModel
 
 SPARE_BYTES = 256 * 1024 * 1024
@@ -35,10 +33,10 @@ async def verify(blobs: Blobs, state: PolicyState, model: LocalModel, version: i
 
     Raises Refused when it can never run, StorageError when S3 or the disk fails (try again).
     """
-    key = folder_key(state.tenant, state.policy, version)
-    data = await blobs.get(key + MANIFEST)
+    key = version_root(state.tenant, state.policy, version)
+    data = await blobs.get(key + MANIFEST_NAME)
     if data is None:
-        raise StorageError(f"{key}{MANIFEST} is gone")
+        raise StorageError(f"{key}{MANIFEST_NAME} is gone")
     try:
         manifest = decode_manifest(data)
         _check_identity(manifest, state, version)

@@ -11,7 +11,13 @@ import msgspec
 import pytest
 from rollgrid_checkpoint_sync.handler import Handler
 from rollgrid_contracts import codec, subjects, topology
-from rollgrid_contracts.checkpoints import CheckpointManifest, CheckpointPublished, PolicyState
+from rollgrid_contracts.checkpoints import (
+    MANIFEST_NAME,
+    CheckpointManifest,
+    CheckpointPublished,
+    PolicyState,
+    version_root,
+)
 from rollgrid_contracts.failures import Boundary, ErrorCode, ErrorInfo
 from rollgrid_runtime.blobs import Blobs
 from rollgrid_runtime.bus import Bus
@@ -60,22 +66,23 @@ async def current(table: Table[PolicyState]) -> Versioned[PolicyState]:
 async def publish(
     bus: Bus, blobs: Blobs, folder: Path, version: int, *, wake: bool = True, leave_out: str = "", **changes: object
 ) -> str:
-    """As ingest does: files, then the manifest by conditional create, then the wake-up."""
-    prefix = f"checkpoints/shared/tiny/{version}/"
+    """As ingest does: files below a prefix of their own, then the manifest by conditional create, then the wake-up."""
+    root = version_root("shared", "tiny", version)
+    prefix = f"{root}{'ab' * 16}/"
     manifest = build_manifest(folder, tenant="shared", policy="tiny", version=version)
     manifest = msgspec.structs.replace(manifest, **{"prefix": prefix, **changes})
     for file in manifest.files:
         if file.name != leave_out and (folder / file.name).is_file():
             await blobs.upload(folder / file.name, prefix + file.name)
-    await announce(bus, blobs, manifest, prefix, wake=wake)
+    await announce(bus, blobs, manifest, root, wake=wake)
     return prefix
 
 
-async def announce(bus: Bus, blobs: Blobs, manifest: CheckpointManifest, prefix: str, *, wake: bool = True) -> None:
-    assert await blobs.create(prefix + "manifest.json", encode_manifest(manifest))
+async def announce(bus: Bus, blobs: Blobs, manifest: CheckpointManifest, root: str, *, wake: bool = True) -> None:
+    assert await blobs.create(root + MANIFEST_NAME, encode_manifest(manifest))
     if wake:
         event = CheckpointPublished(
-            tenant="shared", policy="tiny", version=manifest.version, manifest_key=prefix + "manifest.json"
+            tenant="shared", policy="tiny", version=manifest.version, manifest_key=root + MANIFEST_NAME
         )
         await bus.publish(subjects.checkpoints("shared", "tiny"), event)
 
@@ -204,12 +211,12 @@ async def test_a_rollback_holds_until_something_newer(
     sync: ServiceProcess, bus: Bus, blobs: Blobs, table: Table[PolicyState], tmp_path: Path
 ) -> None:
     good = weights_only(tmp_path / "good", 1)
-    await publish(bus, blobs, good, 1)
+    prefix = await publish(bus, blobs, good, 1)
     await publish(bus, blobs, good, 2)
     await desired(table, 2)
     handler = Handler(table, blobs, {}, None)
     state = await handler.roll_back(KEY, 1)
-    assert (state.desired, state.newest, state.desired_prefix) == (1, 2, "checkpoints/shared/tiny/1/")
+    assert (state.desired, state.newest, state.desired_prefix) == (1, 2, prefix)
     sync.restart(60)
     assert (await current(table)).value.desired == 1
     await publish(bus, blobs, good, 3)
