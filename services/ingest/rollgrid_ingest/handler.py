@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ from .submission import Accepted, Submission
 log = get_logger(__name__)
 CURSOR_AGE_S = 1.0
 CATCH_UP_S = 3.0
+ABANDON_S = 600.0
 REMEMBERED_BATCHES = 10_000
 
 
@@ -49,8 +51,12 @@ class Handler:
         self._gauges = TenantGauges(bus, limits.max_inflight_samples)
         self._batches: OrderedDict[str, KnownBatch] = OrderedDict()
         self._cursor, self._cursor_at = 0, float("-inf")
+        self._abandoned: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
+        for task in self._abandoned:
+            task.cancel()
+        await asyncio.gather(*self._abandoned, return_exceptions=True)
         await self._gauges.close()
 
     async def submit(self, submission: Submission) -> Accepted:
@@ -157,7 +163,7 @@ class Handler:
             stored = True
         except RollgridError:
             if not submission.idempotent:
-                await self._abandon(submission, batch_id)
+                self._abandon(submission, batch_id)
             raise
         finally:
             _settle(gauge, samples, stored)
@@ -165,12 +171,25 @@ class Handler:
         metrics.SAMPLES.labels(submission.priority.value).inc(sum(samples.values()))
         return job_seq
 
-    async def _abandon(self, submission: Submission, batch_id: str) -> None:
-        """End what may have been stored of a request that is refused and whose ids nobody will ever know."""
-        try:
-            await self.cancel(submission.tenant, submission.run, batch_id, reason="the submission failed")
-        except RollgridError as error:
-            log.warning("not_abandoned", batch=batch_id, error=error.message)
+    def _abandon(self, submission: Submission, batch_id: str) -> None:
+        """End what may have been stored of a request that is refused and whose ids nobody will ever know.
+
+        A job sent while the connection was away is stored when it is back: so this goes on until then.
+        """
+        task = asyncio.create_task(self._cancel_persistently(submission.tenant, submission.run, batch_id))
+        self._abandoned.add(task)
+        task.add_done_callback(self._abandoned.discard)
+
+    async def _cancel_persistently(self, tenant: str, run: str, batch_id: str) -> None:
+        give_up = time.monotonic() + ABANDON_S
+        while time.monotonic() < give_up:
+            try:
+                await self.cancel(tenant, run, batch_id, reason="the submission failed")
+                return
+            except RollgridError as error:
+                log.info("not_abandoned_yet", batch=batch_id, error=error.message)
+                await asyncio.sleep(1.0)
+        log.warning("not_abandoned", batch=batch_id)
 
     def _remember(self, batch_id: str, submission: Submission, cursor: int, job_seq: int) -> None:
         known = self._batches.get(batch_id)

@@ -108,9 +108,11 @@ class IngestService:
 
     async def problems(self) -> dict[str, str]:
         """What keeps ingest from accepting: shutdown, the bus, the ledger's consumer, policies, tokenizers."""
-        parts = self._wired()
+        parts, bus = self._wired(), self._bus
         if parts.draining:
             return {"draining": "shutting down"}
+        if bus is None or not bus.connected:
+            return {"nats": "not connected"}
         if time.monotonic() - self._probed_at > PROBE_AGE_S:
             self._probe_problems = await self._probe()
             self._probed_at = time.monotonic()

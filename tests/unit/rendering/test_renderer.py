@@ -1,0 +1,89 @@
+"""Rendering without torch, pinned by digest."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rollgrid_rendering.files import digest_of, folder_digest, tokenizer_files
+from rollgrid_rendering.offload import RenderThreads
+from rollgrid_rendering.renderer import Renderer, RenderingError, TokenizerMismatch
+
+from tests.support.tiny_models import TinyModel, tiny_model
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    return tiny_model(TinyModel())
+
+
+@pytest.fixture(scope="module")
+def renderer(folder: Path) -> Renderer:
+    return Renderer.load(folder)
+
+
+def test_torch_is_never_imported(folder: Path) -> None:
+    script = (
+        "import sys; from pathlib import Path; from rollgrid_rendering.renderer import Renderer\n"
+        f"r = Renderer.load(Path({str(folder)!r}))\n"
+        "assert r.render([{'role': 'user', 'content': 'hi'}])[1] and r.decode(r.encode('hello')) == 'hello'\n"
+        "assert 'torch' not in sys.modules, 'torch was imported'"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+def test_text_goes_to_ids_and_back(renderer: Renderer) -> None:
+    text = "What is 12 plus 30? ünïcödé 日本 🙂"
+    assert renderer.decode(renderer.encode(text)) == text
+    assert renderer.encode("") == []
+
+
+def test_the_templates_text_and_ids_agree(renderer: Renderer) -> None:
+    text, ids = renderer.render([{"role": "user", "content": "hello"}])
+    assert text == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    assert ids == renderer.encode(text, add_special_tokens=False)
+    assert renderer.decode(ids, skip_special_tokens=False) == text
+
+
+def test_pieces_decode_alone_and_unknown_ids_give_nothing(renderer: Renderer) -> None:
+    ids = renderer.encode("the answer is 42")
+    assert "".join(renderer.pieces(ids)) == "the answer is 42"
+    assert renderer.pieces([10**6]) == [""]
+
+
+def test_the_template_refuses_as_an_error_of_its_input(renderer: Renderer) -> None:
+    with pytest.raises(RenderingError, match="content"):
+        renderer.render([{"role": "user"}])
+    with pytest.raises(RenderingError, match="tokenize"):
+        renderer.render([{"role": "user", "content": "x"}], options={"tokenize": True})
+
+
+def test_the_digest_pins_the_files(folder: Path, tmp_path: Path) -> None:
+    digest = folder_digest(folder)
+    assert Renderer.load(folder, digest).digest == digest
+    assert digest == digest_of({name: path.read_bytes() for name, path in tokenizer_files(folder).items()})
+    assert "model.safetensors" not in tokenizer_files(folder)
+    for name, path in tokenizer_files(folder).items():
+        shutil.copy(path, tmp_path / name)
+    (tmp_path / "model.safetensors").write_bytes(b"weights are not part of it")
+    assert folder_digest(tmp_path) == digest
+    with (tmp_path / "tokenizer_config.json").open("a") as file:
+        file.write(" ")
+    with pytest.raises(TokenizerMismatch):
+        Renderer.load(tmp_path, digest)
+
+
+def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(RenderingError):
+        Renderer.load(tmp_path)
+
+
+async def test_threads_give_results_and_errors() -> None:
+    threads = RenderThreads(1)
+    assert await threads.run(lambda: 5) == 5
+    with pytest.raises(ZeroDivisionError):
+        await threads.run(lambda: 1 // 0)
+    threads.close()
