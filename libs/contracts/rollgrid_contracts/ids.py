@@ -63,8 +63,13 @@ def turn_id(group: str, index: int, turn: int) -> str:
     return f"{group}.{index}.t{turn}"
 
 
+def policy_key(tenant: str, policy: str) -> str:
+    """The policy's key in `rg_policies`, and its name across tenants."""
+    return f"{tenant}.{policy}"
+
+
 def pool_id(model: str, dtype: str, device: str, region: str) -> str:
-    """Who can serve a job: (policy or base digest, dtype, device class, region) as one subject token."""
+    """Who can serve a job: (`policy_key` or base digest, dtype, device class, region) as one subject token."""
     return _digest_id("p", model, dtype, device, region)
 
 

@@ -63,7 +63,7 @@ def read_model(setting: ModelSetting, device: str, region: str) -> LocalModel:
     state = PolicyState(
         tenant=setting.tenant,
         policy=setting.name,
-        pool=ids.pool_id(setting.name, setting.dtype, device, region),
+        pool=ids.pool_id(setting.key, setting.dtype, device, region),
         base=str(folder),
         base_digest=weights_digest(tensors),
         tokenizer_prefix=f"tokenizers/{tokenizer_digest}/",

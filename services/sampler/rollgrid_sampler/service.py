@@ -61,7 +61,9 @@ class SamplerService:
         self.settings = settings
         self.worker = instance_name(settings, self.name)
         self.incarnation = secrets.token_hex(8)
-        self.pool = ids.pool_id(settings.policy, settings.dtype, settings.device, settings.region)
+        self.pool = ids.pool_id(
+            ids.policy_key(settings.tenant, settings.policy), settings.dtype, settings.device, settings.region
+        )
         self.engine = make_engine(settings)
         self._nats, self._s3 = nats or NatsSettings(), s3 or S3Settings()
         self._stack = contextlib.AsyncExitStack()

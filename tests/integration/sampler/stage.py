@@ -22,7 +22,7 @@ from rollgrid_runtime.settings import NatsSettings, S3Settings
 from rollgrid_sampler.service import SamplerService
 from rollgrid_sampler.settings import EngineKind, SamplerSettings
 
-POOL = ids.pool_id("default", "float32", "cpu", "local")
+POOL = ids.pool_id("shared.default", "float32", "cpu", "local")
 
 
 def make_job(name: str = "a", n: int = 8, **changes: Any) -> SampleGroup:

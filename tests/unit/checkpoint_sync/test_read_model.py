@@ -35,7 +35,7 @@ def test_the_fields_of_the_state(folder: Path) -> None:
     model = read(folder, aliases=("tiny",))
     state = model.state
     assert model.key == "shared.m"
-    assert state.pool == ids.pool_id("m", "float32", "cpu", "local")
+    assert state.pool == ids.pool_id("shared.m", "float32", "cpu", "local")
     assert (state.vocab_size, state.max_model_len, state.eos_token_ids) == (VOCAB_SIZE, 512, (EOS_ID,))
     assert (state.desired, state.newest, state.history, state.aliases) == (0, 0, (0,), ("tiny",))
     assert state.tokenizer_prefix == f"tokenizers/{state.tokenizer_digest}/"
