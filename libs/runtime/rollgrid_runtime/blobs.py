@@ -52,13 +52,20 @@ class Blobs:
             raise StorageError(f"S3 {what}: {error}") from error
 
     async def ensure_bucket(self) -> None:
+        """Create the bucket unless it is there; several services may do so at once."""
+
         def ensure() -> None:
             try:
                 self._client.head_bucket(Bucket=self.bucket)
+                return
             except ClientError as error:
                 if _status(error) != 404:
                     raise
+            try:
                 self._client.create_bucket(Bucket=self.bucket)
+            except ClientError as error:
+                if error.response["Error"].get("Code") != "BucketAlreadyOwnedByYou":
+                    raise
 
         await self._call(f"bucket {self.bucket}", ensure)
 

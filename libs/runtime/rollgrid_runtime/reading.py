@@ -24,6 +24,9 @@ log = get_logger(__name__)
 PAGE_BYTES = 8 * 1024 * 1024
 """The server ends a page early at about this many bytes."""
 
+BATCH_SEQUENCE_HEADER = "Nats-Batch-Sequence"
+"""On messages of an atomic batch: 1 for its first; their stream sequences are consecutive."""
+
 FALLBACK_WAKE_S = 2.0
 """A waiting reader looks again after so long even if no wake-up came (one may be lost with a connection)."""
 
