@@ -118,17 +118,24 @@ class Catalog:
         return {}
 
     def visible(self, tenant: str) -> list[Versioned[PolicyState]]:
-        """Policies the tenant may use: its own, then the shared ones, by name."""
+        """Policies the tenant may use: its own, then the shared ones, by name.  Raises not_ready."""
+        self._refuse_unread()
         found = [entry for entry in self._view.values.values() if entry.value.tenant in (tenant, SHARED)]
         return sorted(found, key=lambda entry: (entry.value.tenant == SHARED, entry.value.policy))
 
     def policy(self, tenant: str, name: str) -> Versioned[PolicyState] | None:
-        """The policy of this name (or alias, or base path) that `tenant` may use; its own wins."""
+        """The policy of this name (or alias, or base path) that `tenant` may use; its own wins.  Raises not_ready."""
+        self._refuse_unread()
         for owner in (tenant, SHARED):
             key = self._names.get((owner, name))
             if key is not None and key in self._view.values:
                 return self._view.values[key]
         return None
+
+    def _refuse_unread(self) -> None:
+        """No policy is unknown before they were read for the first time."""
+        if not self._view.loaded.is_set():
+            raise RollgridError(ErrorCode.NOT_READY, "the policies are being read", retry_after_s=1.0)
 
     def resolve(
         self, tenant: str, model: str | None, field: str = "model"
@@ -138,8 +145,6 @@ class Catalog:
         Without a name the only visible policy is meant.  Raises model_not_found, invalid_request, and
         not_ready before the policies were read for the first time.
         """
-        if not self._view.loaded.is_set():
-            raise RollgridError(ErrorCode.NOT_READY, "the policies are being read", retry_after_s=1.0)
         if model is None or model == "":
             found = self.visible(tenant)
             if len(found) != 1:

@@ -24,6 +24,7 @@ from rollgrid_contracts.checkpoints import (
     FileInfo,
     PolicyState,
     TensorInfo,
+    version_root,
 )
 from rollgrid_contracts.failures import Boundary, ErrorCode
 from rollgrid_runtime.blobs import Blobs
@@ -117,7 +118,7 @@ class Checkpoints:
         check_version(version)
         if request.kind != CheckpointKind.FULL:
             raise unsupported("kind", "only full versions are offered")
-        manifest_key = f"{version_root(policy, version)}manifest.json"
+        manifest_key = f"{_root(policy, version)}manifest.json"
         uploaded = await self._parts(policy, version)
         created = False
         stored = await self._blobs.get(manifest_key)
@@ -189,12 +190,12 @@ def _is_same(stored: bytes, request: CommitRequest, uploaded: dict[tuple[str, st
     return not uploaded or set(uploaded) == there
 
 
-def version_root(policy: PolicyState, version: int) -> str:
-    return f"checkpoints/{policy.tenant}/{policy.policy}/{version}/"
+def _root(policy: PolicyState, version: int) -> str:
+    return version_root(policy.tenant, policy.policy, version)
 
 
 def _parts_prefix(policy: PolicyState, version: int) -> str:
-    return f"{version_root(policy, version)}parts/"
+    return f"{_root(policy, version)}parts/"
 
 
 def _part(policy: PolicyState, version: int, name: str, size: int, digest: str) -> Part:
@@ -231,7 +232,7 @@ def _manifest(policy: PolicyState, version: int, request: CommitRequest, parts: 
             TensorInfo(name=t.name, dtype=t.dtype, shape=tuple(t.shape), sha256=t.sha256) for t in request.tensors or ()
         ),
         created_at=time.time(),
-        prefix=f"{version_root(policy, version)}{digest[:32]}/",
+        prefix=f"{_root(policy, version)}{digest[:32]}/",
     )
 
 

@@ -74,8 +74,12 @@ class Door:
             scope["state"]["principal"] = self._keys.authenticate(
                 authorization.decode("latin-1") if authorization is not None else None
             )
-        if scope["method"] in ("GET", "HEAD", "OPTIONS") or _UPLOAD.fullmatch(path):
+        if scope["method"] in ("GET", "HEAD", "OPTIONS"):
             await self._app(scope, receive, answer.send)
+            return
+        if _UPLOAD.fullmatch(path):  # streamed to disk under a bound of its own
+            with self._requests.holding():
+                await self._app(scope, receive, answer.send)
             return
         size = _content_length(headers)
         if size is not None and size > self._max_body:

@@ -12,14 +12,14 @@ from typing import NamedTuple
 
 from rollgrid_contracts import codec, subjects
 from rollgrid_contracts.failures import Boundary, ErrorCode
-from rollgrid_contracts.topology import TRAJECTORIES, Header
+from rollgrid_contracts.topology import EXPECTED_SEQUENCE_HEADER, TRAJECTORIES, Header
 from rollgrid_contracts.trajectories import GroupClosed
 from rollgrid_runtime.archive import ArchiveReader
 from rollgrid_runtime.blobs import Blobs
 from rollgrid_runtime.bus import Bus
 from rollgrid_runtime.errors import RollgridError
 from rollgrid_runtime.logging import get_logger
-from rollgrid_runtime.reading import FALLBACK_WAKE_S, PAGE_BYTES, Tail, read_after
+from rollgrid_runtime.reading import BATCH_SEQUENCE_HEADER, FALLBACK_WAKE_S, PAGE_BYTES, Stored, Tail, read_after
 
 from .handler import Handler
 from .ledger_client import LedgerClient
@@ -139,17 +139,15 @@ class Results:
         page = await read_after(
             self._bus, TRAJECTORIES.name, subjects.trajectories(scope.tenant, scope.run), cursor, limit
         )
-        first = (await self._bus.stream_info(TRAJECTORIES.name)).state.first_seq
-        if cursor + 1 < first:  # asked after the read: what was purged meanwhile is in the archive
-            archived = await self._archive.read(scope.tenant, scope.run, cursor, limit)
-            if archived.groups or archived.read_to > cursor:
-                records = [
-                    Record(seq, None, group) for seq, group in archived.groups if _in_scope(scope, group.batch_id)
-                ]
-                return records, archived.read_to, True
-        records, size = [], 0
-        for stored in page.messages:
-            if size > PAGE_BYTES:  # claim checks: small in the stream, large when resolved
+        if page.messages and not _follows(page.messages[0], cursor):
+            archived = await self._read_archive(scope, cursor, page.messages[0].sequence, limit)
+            if archived is not None:
+                return archived
+        records: list[Record] = []
+        size = 0
+        for position, stored in enumerate(page.messages):
+            # claim checks are small in the stream and large when resolved; a purge may cut a page in two
+            if size > PAGE_BYTES or (position and not _follows(stored, cursor)):
                 return records, cursor, True
             cursor = stored.sequence
             if _in_scope(scope, stored.headers.get(Header.BATCH.value)):
@@ -161,6 +159,21 @@ class Results:
                 else:
                     records.append(Record(cursor, None, codec.decode(data, GroupClosed, kind)))
         return records, cursor, page.pending > 0
+
+    async def _read_archive(
+        self, scope: ReadScope, cursor: int, before: int, limit: int
+    ) -> tuple[list[Record], int, bool] | None:
+        """As `_read`, of what was purged between `cursor` and the stream's message at `before`; None without any."""
+        page = await self._archive.read(scope.tenant, scope.run, cursor, limit)
+        reached = min(page.read_to, before - 1)
+        if reached <= cursor:
+            return None
+        records = [
+            Record(sequence, None, group)
+            for sequence, group in page.groups
+            if sequence < before and _in_scope(scope, group.batch_id)
+        ]
+        return records, reached, True
 
     async def _is_done(self, scope: ReadScope, cursor: int) -> bool:
         """Whether every group of the batch has closed at or before `cursor`."""
@@ -180,6 +193,21 @@ class Results:
 
 def _in_scope(scope: ReadScope, batch_id: str | None) -> bool:
     return scope.batch_id is None or scope.batch_id == batch_id
+
+
+def _follows(stored: Stored, cursor: int) -> bool:
+    """Whether no close of this run lies between `cursor` and `stored`: each names its predecessor.
+
+    The ledger appends by compare-and-set on the run's last sequence, and an atomic batch is
+    consecutive; the headers that did it are stored.  Where the predecessor is behind the cursor
+    and yet not in the stream, it was purged, and is in the archive.
+    """
+    expected = stored.headers.get(EXPECTED_SEQUENCE_HEADER)
+    if expected is not None:
+        return int(expected) <= cursor
+    if int(stored.headers.get(BATCH_SEQUENCE_HEADER, "1")) > 1:
+        return stored.sequence - 1 <= cursor
+    return False
 
 
 def not_found(what: str, name: str) -> RollgridError:
