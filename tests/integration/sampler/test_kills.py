@@ -6,18 +6,20 @@ import asyncio
 import json
 import signal
 from collections import Counter
+from pathlib import Path
 
 from rollgrid_contracts.failures import ErrorCode
 from rollgrid_contracts.fleet import Suspect
-from rollgrid_contracts.jobs import SamplingParams
+from rollgrid_contracts.jobs import Priority, SamplingParams
 from rollgrid_contracts.samples import SampleStatus
+from rollgrid_contracts.subjects import PoolLane
 from rollgrid_contracts.topology import SUSPECTS
 from rollgrid_runtime.kv import Table
 
 from tests.support.servers import NatsServer, scratch
 from tests.support.services import ServiceProcess
 
-from .stage import Stage, make_job
+from .stage import POOL, Stage, make_job
 
 SCRIPTED = {
     "ROLLGRID_SAMPLER_ENGINE": "scripted",
@@ -28,10 +30,8 @@ SHORT_ACK_WAIT = {"ROLLGRID_NATS_ACK_WAIT_S": "1.5"}
 SLOW = SamplingParams(max_tokens=40, ignore_eos=True, seed=5)
 
 
-def process(folder: object, stack_env: dict[str, str], **extra: str) -> ServiceProcess:
-    from pathlib import Path
-
-    return ServiceProcess("sampler", Path(str(folder)), {**stack_env, **SCRIPTED, **SHORT_ACK_WAIT, **extra})
+def process(folder: Path, stack_env: dict[str, str], **extra: str) -> ServiceProcess:
+    return ServiceProcess("sampler", folder, {**stack_env, **SCRIPTED, **SHORT_ACK_WAIT, **extra})
 
 
 async def test_a_job_that_kills_its_sampler_is_quarantined_and_neighbours_finish(
@@ -134,7 +134,7 @@ async def test_heartbeats_stop_with_the_engine_and_held_work_goes_back(stage: St
                 await asyncio.sleep(0.02)
         assert sampler.returncode == 1
         async with asyncio.timeout(5):
-            while sum(await stage.pending(_lane())) < 2:
+            while sum(await stage.pending(PoolLane(POOL, Priority.NORMAL, "acme"))) < 2:
                 await asyncio.sleep(0.02)
     healthy = {"ROLLGRID_NATS_ACK_WAIT_S": "30"}
     with scratch("sampler") as folder, process(folder, stack_env, **healthy) as sampler:
@@ -148,6 +148,7 @@ async def test_a_restart_of_the_server_makes_old_jobs_doubtful(
     stage: Stage, stack_env: dict[str, str], nats: NatsServer
 ) -> None:
     """Delivery counts undercount across a kill of the server: the record is asked before generating."""
+    stage.bus.settings.ack_wait_s = 1.5
     jobs = [make_job(f"r{i}", n=4, sampling=SLOW) for i in range(8)]
     for job in jobs:
         await stage.submit(job)
@@ -187,12 +188,3 @@ async def test_sigterm_drains_and_exits_well(stage: Stage, stack_env: dict[str, 
     for event in await stage.read():
         assert {s.status for s in event.samples} == {SampleStatus.SUCCEEDED}
     assert await stage.workers() == {}
-
-
-def _lane():  # type: ignore[no-untyped-def]
-    from rollgrid_contracts.jobs import Priority
-    from rollgrid_contracts.subjects import PoolLane
-
-    from .stage import POOL
-
-    return PoolLane(POOL, Priority.NORMAL, "acme")

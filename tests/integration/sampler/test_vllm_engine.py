@@ -18,7 +18,7 @@ from rollgrid_sampler.settings import SamplerSettings
 
 from tests.support.tiny_models import EOS_ID, TinyModel, tiny_model
 
-pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400)]
 MIB = 1024 * 1024
 OLD, NEW = TinyModel(), TinyModel(seed=1)
 numbers = iter(range(1_000_000))

@@ -25,9 +25,9 @@ from tests.support.tiny_models import TinyModel, tiny_model
 
 from .stage import POOL, Stage, make_job
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 ORPHAN_LIMIT_S = 2.0
-READY_S = 120.0
+READY_S = 240.0
 
 
 def environment(stack_env: dict[str, str], cache: object) -> dict[str, str]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import multiprocessing
 import os
 import tempfile
 import threading
@@ -263,13 +264,21 @@ class VllmEngine:
 
 
 def _engine_processes() -> list[psutil.Process]:
-    """The engine core and its workers: every child but multiprocessing's own helper."""
+    """The engine core and its workers: what this process started through multiprocessing, and their children."""
     found = []
-    for child in psutil.Process().children(recursive=True):
+    for child in multiprocessing.active_children():
         with contextlib.suppress(psutil.NoSuchProcess):
-            if "resource_tracker" not in " ".join(child.cmdline()):
-                found.append(child)
-    return found
+            core = psutil.Process(child.pid)
+            found += [core, *core.children(recursive=True)]
+    return [process for process in found if not _is_tracker(process)]
+
+
+def _is_tracker(process: psutil.Process) -> bool:
+    """Whether it is multiprocessing's own resource tracker (it ends when its last user does)."""
+    try:
+        return "resource_tracker" in " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return True
 
 
 def set_environment(settings: SamplerSettings) -> None:
