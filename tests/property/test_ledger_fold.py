@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -56,9 +57,9 @@ def make_world(rng: random.Random) -> World:
         groups += [(group, n, shard, scored) for shard in shards for _ in range(rng.choice([1, 1, 2]))]
     rng.shuffle(groups)
     seq = 0
-    for group in groups:
+    for spec in groups:
         seq += rng.randint(1, 3)  # other jobs come and go between them
-        world.jobs.append((seq, job(*group)))
+        world.jobs.append((seq, job(*spec)))
     actions = []
     for seq, item in world.jobs:
         for index in item.indexes:
@@ -71,7 +72,7 @@ def make_world(rng: random.Random) -> World:
     position, attempt = 0, 0
     for kind, job_seq, item, index in actions:
         position += rng.randint(1, 2)
-        who = {"tenant": item.tenant, "run": item.run, "job_seq": job_seq}
+        who: dict[str, Any] = {"tenant": item.tenant, "run": item.run, "job_seq": job_seq}
         if kind == "cancel":
             only = (item.group_id,) if index else ()
             world.events.append((position, GroupsCancelled(**who, batch_id=item.batch_id, group_ids=only)))
@@ -95,7 +96,7 @@ def make_world(rng: random.Random) -> World:
     return world
 
 
-def expected(world: World) -> dict[str, tuple]:
+def expected(world: World) -> dict[str, tuple[Any, ...]]:
     """What each group must end as, worked out the slow and obvious way, group by group."""
     outcome = {}
     for group_id in {item.group_id for _, item in world.jobs}:
@@ -137,7 +138,7 @@ def expected(world: World) -> dict[str, tuple]:
     return outcome
 
 
-def told(closed: GroupClosed) -> tuple:
+def told(closed: GroupClosed) -> tuple[Any, ...]:
     assert [entry.sample.index for entry in closed.entries] == list(range(closed.n))
     return closed.reason, tuple((e.sample.status, e.sample.attempt, e.reward) for e in closed.entries)
 

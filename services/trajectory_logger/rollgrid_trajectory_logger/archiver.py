@@ -87,9 +87,13 @@ class Archiver:
         await ensure_consumer(self._bus, ARCHIVER)
         await self._resume()
         puller = self._bus.puller(ARCHIVER)
+        connection = -1
         try:
             while True:
                 self.problem = None
+                if connection != self._bus.connection_epoch:
+                    connection = self._bus.connection_epoch
+                    await self._read_undelivered()
                 for delivery in await puller.fetch(FETCH, self._patience()):
                     await self._take(delivery)
                 if self._buffer and time.monotonic() - self._since >= self._settings.archive_age_s:
@@ -132,19 +136,32 @@ class Archiver:
             await self._fill(delivery.sequence - 1)
         await self._add(delivery.sequence, delivery.data, delivery.headers)
 
+    async def _read_undelivered(self) -> None:
+        """Read what was sent to an earlier life or connection: by itself it would come only after the ack-wait."""
+        info = await self._bus.consumer_info(ARCHIVER.stream, ARCHIVER.durable)
+        if info is not None and info.delivered is not None:
+            await self._fill(int(info.delivered.stream_seq))
+
     async def _fill(self, last: int) -> None:
         """Read one by one what did not come by itself: lost with a connection (still stored), or purged.
 
         The stream's leader is asked, so that nothing passes for purged that is not.
         """
+        if last <= self.read_to:
+            return
         first = int((await self._bus.stream_info(TRAJECTORIES.name)).state.first_seq)
-        for seq in range(max(self.read_to + 1, first), last + 1):
+        while self.read_to < last:
+            seq = max(self.read_to + 1, min(first, last))
             message = await self._bus.stored(TRAJECTORIES.name, seq)
-            if message is not None:
+            if message is None:
+                self.read_to = seq
+            else:
                 await self._add(seq, message.data or b"", message.headers or {})
-        self.read_to = max(self.read_to, last)
 
     async def _add(self, seq: int, data: bytes, headers: dict[str, str]) -> None:
+        """Buffer what is stored at `seq`, unless a rival has archived it meanwhile."""
+        if seq <= self.read_to:
+            return
         group: GroupClosed | None = None
         try:
             body = await self._bus.resolve(data, headers)
@@ -191,6 +208,7 @@ class Archiver:
     async def _write_once(self) -> None:
         """One object and its manifest.  Raises StorageError; the buffer stays until a manifest covers it."""
         first, last = self.archived_to + 1, self.read_to
+        assert first <= self._buffer[0].seq <= last == max(last, self._buffer[-1].seq)
         groups = [(seq, group) for seq, group in self._buffer if group is not None]
         key, digest, size = None, "", 0
         if groups:

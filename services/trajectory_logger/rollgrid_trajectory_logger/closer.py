@@ -70,9 +70,14 @@ class Pending:
 
 @dataclass(slots=True)
 class RunQueue:
-    """Closes of one run waiting to be appended.  `tail` is the last sequence of its subject, as far as known."""
+    """Closes of one run waiting to be appended.
+
+    `tail` is the last sequence of its subject, as far as known.  `most` closes go into one append:
+    fewer while the stream is full, because what is left of it may hold a few.
+    """
 
     tail: int = 0
+    most: int = 1
     waiting: list[Pending] = field(default_factory=list)
     busy: bool = False
 
@@ -91,7 +96,7 @@ class Closer:
     ) -> None:
         self._bus, self._blobs, self._authority, self._settings = bus, blobs, authority, settings
         self._on_closed = on_closed
-        self._runs = {subject: RunQueue(tail) for subject, tail in tails.items()}
+        self._runs = {subject: RunQueue(tail, settings.close_batch) for subject, tail in tails.items()}
         self._large: list[Close] = []
         self._wake = asyncio.Event()
         self._hurry = False
@@ -134,7 +139,7 @@ class Closer:
 
     def _queue(self, close: Close, payload: bytes, headers: dict[str, str]) -> None:
         closed = close.closed
-        run = self._runs.setdefault(close.subject, RunQueue())
+        run = self._runs.setdefault(close.subject, RunQueue(0, self._settings.close_batch))
         run.waiting.append(
             Pending(
                 closed.group_id,
@@ -176,6 +181,7 @@ class Closer:
             sequences = await self._bus.publish_batch(items, expected_last=run.tail)
         except QueueFull as error:
             self._hold(error.message)
+            run.most = max(1, len(batch) // 2)
             await asyncio.sleep(RETRY_S)
             await self._reread(subject, run)  # a part of the batch may be stored
         except Conflict:
@@ -188,6 +194,7 @@ class Closer:
             await self._reread(subject, run)
         else:
             self.problem = None
+            run.most = min(2 * run.most, self._settings.close_batch)
             metrics.CLOSES_PER_APPEND.observe(len(batch))
             for item, seq in zip(batch, sequences, strict=True):
                 self._stored(run, item, seq)
@@ -195,7 +202,7 @@ class Closer:
     def _take(self, run: RunQueue) -> list[Pending]:
         """What goes into one append; it stays in `waiting` until it is known to be stored."""
         size, count = 0, 0
-        for item in run.waiting[: self._settings.close_batch]:
+        for item in run.waiting[: run.most]:
             size += len(item.payload)
             if count and size > self._settings.close_batch_bytes:
                 break

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from typing import Any
 
 import msgspec
@@ -39,6 +40,7 @@ class LedgerHandler:
         self.applied_at = 0.0
         """When the newest event that has been applied was stored (UNIX seconds)."""
         self.unreadable_jobs = 0
+        self._event_acks: deque[tuple[int, str]] = deque()
 
     def go_live(self, closer: Closer) -> None:
         self._closer = closer
@@ -59,12 +61,23 @@ class LedgerHandler:
     async def on_event(self, delivery: Delivery) -> None:
         event: Event | None = await self._read(delivery, Event)
         self.events_read += 1
+        self._event_acks.append((delivery.sequence, delivery.ack_subject))
         if event is None:
             self.decide(self.ledger.skip_event(delivery.sequence, "unreadable", time.time()))
         else:
             self.decide(self.ledger.event_read(delivery.sequence, event, time.time()))
         if not self.ledger.waiting:
             self.applied_at = delivery.timestamp
+
+    def events_settled(self) -> str | None:
+        """Ack subject of the last event that is settled and was not when last asked.
+
+        Acknowledging it (policy `all`) moves the floor from which the next take-over must read.
+        """
+        settled, last = self.ledger.settled_to(), None
+        while self._event_acks and self._event_acks[0][0] <= settled:
+            last = self._event_acks.popleft()[1]
+        return last
 
     def on_closed(self, read: ClosedRead) -> None:
         self.decide(self.ledger.closed(read))

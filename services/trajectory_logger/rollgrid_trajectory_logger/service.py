@@ -20,7 +20,7 @@ from . import metrics
 from .archiver import Archiver
 from .authority import Authority, LeaseLost
 from .retention import Retention
-from .session import LedgerSession, Reconnected
+from .session import LedgerSession, Reconnected, Work
 from .settings import TrajectoryLoggerSettings
 
 log = get_logger(__name__)
@@ -29,9 +29,13 @@ RESTART_S = 0.5
 
 
 class LedgerRole:
-    """Stands by until it may take over, is the ledger until it loses that, and stands by again."""
+    """Stands by until it may take over, is the ledger until it loses that, and stands by again.
+
+    `companions` work while it is the ledger: of two loggers only one archives.
+    """
 
     def __init__(self, bus: Bus, blobs: Blobs, settings: TrajectoryLoggerSettings, name: str) -> None:
+        self.companions: list[Work] = []
         self._bus, self._blobs, self._settings = bus, blobs, settings
         self.authority = Authority(bus, name)
         self.session: LedgerSession | None = None
@@ -45,7 +49,7 @@ class LedgerRole:
                 await self.authority.claim(lease)
                 self.problem = None
                 self.session = LedgerSession(self._bus, self._blobs, self._manifests, self.authority, self._settings)
-                await self.session.run()
+                await self.session.run(self.companions)
             except* ENDS_A_SESSION as errors:
                 self.problem = "; ".join(sorted({repr(error) for error in _leaves(errors)}))
                 log.warning("ledger_session_ended", epoch=self.authority.epoch, why=self.problem)
@@ -71,7 +75,7 @@ class TrajectoryLogger:
         self._stack = contextlib.AsyncExitStack()
         self._ledger: LedgerRole | None = None
         self._archiver: Archiver | None = None
-        self._retention: Retention | None = None
+        self._roles: list[Work] = []
 
     async def start(self) -> None:
         """Connect.  Raises BusError, StorageError."""
@@ -80,19 +84,18 @@ class TrajectoryLogger:
         self._bus, self._blobs = await self._stack.enter_async_context(connections(self._instance))
         if self._settings.ledger:
             self._ledger = LedgerRole(self._bus, self._blobs, self._settings, self._instance)
+        self._roles = [self._ledger.run] if self._ledger else []
         if self._settings.archiver:
             superseded = self._ledger.take_superseded if self._ledger else list
             self._archiver = Archiver(self._bus, self._blobs, self._settings, self._instance, superseded)
-            self._retention = Retention(self._bus, self._settings, self._archived_to)
+            retention = Retention(self._bus, self._settings, self._archived_to)
+            works: list[Work] = [self._archiver.run, self._archiver.keep_superseded, retention.run]
+            (self._ledger.companions if self._ledger else self._roles).extend(works)
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
-            if self._ledger is not None:
-                tasks.create_task(self._ledger.run())
-            if self._archiver is not None and self._retention is not None:
-                tasks.create_task(self._archiver.run())
-                tasks.create_task(self._archiver.keep_superseded())
-                tasks.create_task(self._retention.run())
+            for role in self._roles:
+                tasks.create_task(role())
 
     async def drain(self) -> None:
         """Hand the lease on: whatever is unfinished is read again by the next ledger, nothing is held here alone."""
@@ -114,7 +117,8 @@ class TrajectoryLogger:
                 found |= self._ledger.session.problems
             elif self._ledger.problem is not None:
                 found["ledger"] = self._ledger.problem
-        if self._archiver is not None and self._archiver.problem is not None:
+        archives = self._archiver is not None and (self._ledger is None or self._ledger.session is not None)
+        if archives and self._archiver is not None and self._archiver.problem is not None:
             found["archive"] = self._archiver.problem
         return found
 

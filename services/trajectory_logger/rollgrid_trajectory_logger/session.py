@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from rollgrid_contracts import subjects
@@ -31,6 +31,9 @@ log = get_logger(__name__)
 FETCH_WAIT_S = 1.0
 TICK_S = 0.25
 
+Work = Callable[[], Coroutine[Any, Any, None]]
+"""Something that works until it is cancelled."""
+
 
 class Reconnected(Exception):
     """The connection was lost for a moment: messages in flight may be lost with it, so read everything again."""
@@ -55,14 +58,15 @@ class LedgerSession:
         self._closer: Closer | None = None
         self._upkeep = Upkeep(bus, settings, authority.epoch, self._handler, self._jobs)
         self._asked = asyncio.Event()
-        self._acks: deque[tuple[int, str]] = deque()
 
-    async def run(self) -> None:
-        """Take over, then work.  Raises an ExceptionGroup of LeaseLost, Reconnected, BusError, StorageError or ConsumerGone."""
+    async def run(self, companions: Sequence[Work]) -> None:
+        """Take over, then work, with `companions` beside it.  Raises an ExceptionGroup of LeaseLost, Reconnected, BusError, StorageError or ConsumerGone."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._authority.keep())
             tasks.create_task(self._watch_connection(self._bus.connection_epoch))
             tasks.create_task(self._work())
+            for companion in companions:
+                tasks.create_task(companion())
 
     @property
     def problems(self) -> dict[str, str]:
@@ -125,18 +129,11 @@ class LedgerSession:
             batch = await puller.fetch(self._settings.fetch, FETCH_WAIT_S)
             for delivery in batch:
                 await self._handler.on_event(delivery)
-                self._acks.append((delivery.sequence, delivery.ack_subject))
-            await self._acknowledge_events()
+            settled = self._handler.events_settled()
+            if settled is not None:
+                await self._bus.publish_raw(settled, b"+ACK")
             await room.wait()
             await asyncio.sleep(0)
-
-    async def _acknowledge_events(self) -> None:
-        """Move the ack floor behind what is settled: the next take-over begins there (ack policy `all`)."""
-        settled, last = self.ledger.settled_to(), None
-        while self._acks and self._acks[0][0] <= settled:
-            last = self._acks.popleft()[1]
-        if last is not None:
-            await self._bus.publish_raw(last, b"+ACK")
 
     async def _look_for_jobs_end(self) -> None:
         """An event may name a job that was deleted before it was read: find out when nothing is left to read."""

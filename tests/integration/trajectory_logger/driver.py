@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
+from nats.js.api import StreamState
 from rollgrid_contracts import codec, ids, subjects, topology
 from rollgrid_contracts.arrays import Floats, TokenIds
 from rollgrid_contracts.columns import MANIFEST_PREFIX
@@ -117,7 +118,7 @@ class Driver:
             run=job.run,
             batch_id=job.batch_id,
             group_ids=() if whole_batch else (job.group_id,),
-            job_seq=(await self.bus.stream_info(topology.JOBS.name)).state.last_seq,
+            job_seq=(await self.state(topology.JOBS.name)).last_seq,
         )
         await self.bus.publish(subjects.samples(ScorerKind.DONE, job.tenant), event)
 
@@ -130,6 +131,15 @@ class Driver:
                 if time.monotonic() > deadline:
                     raise
                 await asyncio.sleep(0.05)
+
+    async def state(self, stream: str) -> StreamState:
+        """The stream's state, asked again when the server was away."""
+        for _ in range(10):
+            try:
+                return (await self.bus.stream_info(stream)).state
+            except BusError:
+                await asyncio.sleep(0.1)
+        return (await self.bus.stream_info(stream)).state
 
     # -- what came out ------------------------------------------------------------------------
 
@@ -148,15 +158,15 @@ class Driver:
     async def wait_closed(self, count: int, within_s: float = 30.0) -> list[tuple[int, GroupClosed]]:
         deadline = time.monotonic() + within_s
         while True:
-            info = await self.bus.stream_info(topology.TRAJECTORIES.name)
-            if info.state.last_seq >= count:
+            closed = (await self.state(topology.TRAJECTORIES.name)).last_seq
+            if closed >= count:
                 return await self.closes()
-            assert time.monotonic() < deadline, f"{info.state.last_seq} of {count} groups closed"
+            assert time.monotonic() < deadline, f"{closed} of {count} groups closed"
             await asyncio.sleep(0.05)
 
     async def wait_stored(self, stream: str, count: int, within_s: float = 20.0) -> None:
         deadline = time.monotonic() + within_s
-        while (stored := (await self.bus.stream_info(stream)).state.messages) != count:
+        while (stored := (await self.state(stream)).messages) != count:
             assert time.monotonic() < deadline, f"{stream} holds {stored} messages, not {count}"
             await asyncio.sleep(0.05)
 
