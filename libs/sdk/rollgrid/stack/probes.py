@@ -100,7 +100,8 @@ async def s3(access: S3Access) -> str:
 
 
 @functools.cache
-def _client(access: S3Access) -> Any:
+def s3_client(access: S3Access) -> Any:
+    """A boto3 client with short timeouts."""
     import boto3
     from botocore.config import Config
 
@@ -119,7 +120,7 @@ def _client(access: S3Access) -> Any:
 def _s3(access: S3Access) -> str:
     from botocore.exceptions import BotoCoreError, ClientError
 
-    client, key = _client(access), "probes/stack"
+    client, key = s3_client(access), "probes/stack"
     try:
         try:
             client.head_bucket(Bucket=access.bucket)

@@ -1,4 +1,4 @@
-"""The three servers a stack stands on: NATS, Valkey and S3, as parts that a supervisor runs.
+"""The servers a stack stands on: NATS and Valkey here, S3 in `seaweed`, as parts that a supervisor runs.
 
 Each is external when its address is in the environment (NATS_URL, REDIS_URL, S3_ENDPOINT or the
 ROLLGRID_… form), else a program on loopback with random credentials, its data below the state folder.
@@ -6,12 +6,8 @@ ROLLGRID_… form), else a program on loopback with random credentials, its data
 
 from __future__ import annotations
 
-import asyncio
 import os
-import subprocess
-import urllib.request
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from urllib.parse import urlsplit
 
 from rollgrid.errors import ConfigurationError
@@ -19,29 +15,13 @@ from rollgrid.errors import ConfigurationError
 from . import binaries, probes
 from .home import Credentials, Home, write_private
 from .parts import Part
+from .processes import port_is_free
 
 LOOPBACK = "127.0.0.1"
 NATS_MEMORY = "512MiB"
-WEED_MEMORY = "1GiB"
-"""Soft bounds (GOMEMLIMIT): beyond them the Go servers collect harder."""
+"""Soft bound (GOMEMLIMIT): beyond it the server collects harder."""
 
 REDIS_MAX_BYTES = 512 * 1024 * 1024
-BUCKET = "rollgrid"
-UNCLEAN = ".running"
-"""There while weed runs: found at a start, it was killed or the power failed."""
-
-FILER_RULES = b'{"version":1,"locations":[{"locationPrefix":"/buckets/","fsync":true}]}'
-"""Every object's bytes are flushed before its PUT is answered (without it they are not)."""
-
-FILER_TOML = """\
-# SQLite flushes at every commit; the default store (LevelDB) does not, and loses acknowledged objects.
-[leveldb2]
-enabled = false
-[sqlite]
-enabled = true
-dbFile = "./filer.db"
-"""
-
 NATS_CONF = """\
 server_name: rollgrid
 listen: {host}:{port}
@@ -82,7 +62,7 @@ def nats_part(home: Home, secrets: Credentials, port: Callable[[str], int], env:
             url=url, user=env.get("ROLLGRID_NATS_USER"), password=env.get("ROLLGRID_NATS_PASSWORD")
         )
         return Part(
-            name="nats", kind="server", stage=0, url=_public(url), exports=_nats_exports(access),
+            name="nats", kind="server", stage=0, url=public_address(url), exports=_nats_exports(access),
             probe=lambda: probes.nats(access),
         )  # fmt: skip
     number = port("nats")
@@ -98,7 +78,7 @@ def nats_part(home: Home, secrets: Credentials, port: Callable[[str], int], env:
     return Part(
         name="nats", kind="server", stage=0, url=access.url, exports=_nats_exports(access),
         argv=(str(binaries.nats_server()), "-c", str(conf)),
-        env=_clean(env, GOMEMLIMIT=NATS_MEMORY), cwd=folder, probe=lambda: probes.nats(access), stop_s=20.0,
+        env=clean_environment(env, GOMEMLIMIT=NATS_MEMORY), cwd=folder, probe=lambda: probes.nats(access), stop_s=20.0,
     )  # fmt: skip
 
 
@@ -114,7 +94,7 @@ def redis_part(home: Home, secrets: Credentials, port: Callable[[str], int], env
     url = env.get("ROLLGRID_REDIS_URL") or env.get("REDIS_URL")
     if url:
         return Part(
-            name="valkey", kind="server", stage=0, url=_public(url), exports={"ROLLGRID_REDIS_URL": url},
+            name="valkey", kind="server", stage=0, url=public_address(url), exports={"ROLLGRID_REDIS_URL": url},
             probe=lambda: probes.redis(url),
         )  # fmt: skip
     number = port("valkey")
@@ -126,134 +106,19 @@ def redis_part(home: Home, secrets: Credentials, port: Callable[[str], int], env
     )
     write_private(conf, text.encode())
     return Part(
-        name="valkey", kind="server", stage=0, url=_public(own), exports={"ROLLGRID_REDIS_URL": own},
+        name="valkey", kind="server", stage=0, url=public_address(own), exports={"ROLLGRID_REDIS_URL": own},
         argv=(str(binaries.valkey_server()), str(conf)),
-        env=_clean(env), cwd=folder, probe=lambda: probes.redis(own), stop_s=10.0,
+        env=clean_environment(env), cwd=folder, probe=lambda: probes.redis(own), stop_s=10.0,
     )  # fmt: skip
 
 
-def s3_part(
-    home: Home, secrets: Credentials, port: Callable[[str], int], env: Mapping[str, str], *, fsync: bool = True
-) -> Part:
-    """SeaweedFS in one process.  With `fsync` an acknowledged object survives a power cut."""
-    endpoint = env.get("ROLLGRID_S3_ENDPOINT") or env.get("S3_ENDPOINT")
-    if endpoint:
-        return _external_s3(endpoint, env)
-    ports = {
-        f"{part}.port{kind}": port(f"s3_{part}{kind}".replace(".", "_"))
-        for part in ("s3", "master", "volume", "filer", "admin")
-        for kind in ("", ".grpc")
-    }
-    access = probes.S3Access(
-        endpoint=f"http://{LOOPBACK}:{ports['s3.port']}",
-        access_key=secrets.s3_access_key,
-        secret_key=secrets.s3_secret_key,
-        bucket=BUCKET,
-    )
-    folder = home.data / "s3"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    (folder / "filer.toml").write_text(FILER_TOML)
-    program = binaries.weed()
-
-    async def probe() -> str:
-        if fsync:
-            await asyncio.to_thread(_set_filer_rules, ports["filer.port"])
-        await probes.s3(access)
-        return await asyncio.to_thread(binaries.version, program)
-
-    def prepare() -> None:
-        if fsync and (folder / UNCLEAN).exists():
-            rebuild_indexes(program, folder)
-        (folder / UNCLEAN).touch()
-
-    return Part(
-        name="s3", kind="server", stage=0, url=access.endpoint or "", exports=_s3_exports(access),
-        argv=(str(program), *_weed_arguments(folder, ports)),
-        env=_clean(
-            env, HOME=str(folder), GOMEMLIMIT=WEED_MEMORY,
-            AWS_ACCESS_KEY_ID=secrets.s3_access_key, AWS_SECRET_ACCESS_KEY=secrets.s3_secret_key,
-        ),
-        cwd=folder, probe=probe, prepare=prepare, after_clean_stop=lambda: _mark_clean(folder),
-        stop_s=20.0,
-    )  # fmt: skip
-
-
-def _weed_arguments(folder: Path, ports: Mapping[str, int]) -> list[str]:
-    options: dict[str, object] = {
-        "dir": folder, "ip": LOOPBACK, "ip.bind": LOOPBACK, **ports,
-        "s3.port.iceberg": 0, "s3.port.lance": 0, "admin.ui": "false", "webdav": "false",
-        "master.telemetry": "false", "s3.allowedOrigins": "http://" + LOOPBACK, "s3.autoCreateBucket": "false",
-        "filer.exposeDirectoryData": "false", "filer.ui.deleteDir": "false",
-        "filer.localSocket": folder / "filer.sock", "s3.localSocket": folder / "s3.sock",
-        "master.volumeSizeLimitMB": 1024,
-    }  # fmt: skip
-    return ["-logtostderr=true", "mini", *(f"-{name}={value}" for name, value in options.items())]
-
-
-def _set_filer_rules(port: int) -> None:
-    request = urllib.request.Request(
-        f"http://{LOOPBACK}:{port}/etc/seaweedfs/filer.conf", data=FILER_RULES, method="PUT"
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=probes.TIMEOUT_S):  # noqa: S310
-            pass
-    except OSError as error:
-        raise probes.ProbeFailed(f"filer: {error!r}") from error
-
-
-def rebuild_indexes(weed: Path, folder: Path) -> None:
-    """Make each volume's index anew from its data: only the data is flushed at every write.
-
-    Without it a power cut loses flushed objects whose index entries were still in memory (measured).
-    """
-    if not list(folder.glob("*.dat")):
-        return
-    subprocess.run(
-        [weed, "fix", "-ignoreError", str(folder)],
-        check=True, timeout=600, stdin=subprocess.DEVNULL, capture_output=True, start_new_session=True,
-    )  # fmt: skip
-
-
-def _mark_clean(folder: Path) -> None:
-    """The indexes are durable before the mark goes."""
-    for index in folder.glob("*.idx"):
-        with index.open("rb") as handle:
-            os.fsync(handle.fileno())
-    (folder / UNCLEAN).unlink(missing_ok=True)
-
-
-def _external_s3(endpoint: str, env: Mapping[str, str]) -> Part:
-    access = probes.S3Access(
-        endpoint=endpoint,
-        access_key=env.get("ROLLGRID_S3_ACCESS_KEY") or env.get("AWS_ACCESS_KEY_ID"),
-        secret_key=env.get("ROLLGRID_S3_SECRET_KEY") or env.get("AWS_SECRET_ACCESS_KEY"),
-        bucket=env.get("ROLLGRID_S3_BUCKET", BUCKET),
-        region=env.get("ROLLGRID_S3_REGION") or env.get("AWS_REGION") or "us-east-1",
-    )
-    return Part(
-        name="s3", kind="server", stage=0, url=_public(endpoint), exports=_s3_exports(access),
-        probe=lambda: probes.s3(access),
-    )  # fmt: skip
-
-
-def _s3_exports(access: probes.S3Access) -> dict[str, str]:
-    exports = {
-        "ROLLGRID_S3_ENDPOINT": access.endpoint,
-        "ROLLGRID_S3_ACCESS_KEY": access.access_key,
-        "ROLLGRID_S3_SECRET_KEY": access.secret_key,
-        "ROLLGRID_S3_BUCKET": access.bucket,
-        "ROLLGRID_S3_REGION": access.region,
-    }
-    return {name: value for name, value in exports.items() if value}
-
-
-def _clean(env: Mapping[str, str], **own: str) -> dict[str, str]:
+def clean_environment(env: Mapping[str, str], **own: str) -> dict[str, str]:
     """What a server needs of the environment: nothing of ours, no credentials of the user's."""
     kept = {name: env[name] for name in ("PATH", "HOME", "LANG", "TMPDIR", "TZ") if name in env}
     return {**kept, **own}
 
 
-def _public(url: str) -> str:
+def public_address(url: str) -> str:
     """The address without a password."""
     parts = urlsplit(url)
     if parts.hostname is None:
@@ -264,8 +129,6 @@ def _public(url: str) -> str:
 
 def free_port(taken: set[int]) -> int:
     """A free port below the kernel's range for outgoing connections, so that none of those takes it."""
-    from .processes import port_is_free
-
     for _ in range(500):
         number = 15000 + int.from_bytes(os.urandom(2), "big") % 16000
         if number not in taken and port_is_free(number):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import platform
 import sys
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -13,11 +15,18 @@ from .config import StackConfig, core_sets
 from .home import Credentials, Home
 from .parts import Part
 from .processes import port_is_free
-from .servers import LOOPBACK, free_port, nats_part, redis_part, s3_part
+from .seaweed import s3_part
+from .servers import LOOPBACK, free_port, nats_part, redis_part
 
 DEFAULT_PORT = 8000
 DRAIN_S = 15.0
 """How long a service may take to end what it holds; what it drops then is done again by another."""
+
+CPU_BLOCK_SIZE = "32"
+"""KV block of vLLM on a CPU: with its own 128 the samples of a group hardly share a short prompt."""
+
+OVERRIDABLE = {"DRAIN_S", "OMP_THREADS_BIND", "BLOCK_SIZE", "MAX_MODEL_LEN"}
+"""Settings that the caller's environment may decide; the others make a service a part of this very stack."""
 
 SERVER_VARIABLES = ("NATS_URL", "REDIS_URL", "S3_ENDPOINT")
 CREDENTIAL_VARIABLES = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
@@ -66,11 +75,14 @@ class Service(NamedTuple):
         return f"{self.module.upper()}_"
 
 
-def service_rows(config: StackConfig, home: Home) -> list[Service]:
-    """Every service process of this stack.  Stages: the higher ones stop first."""
-    model = {"name": config.policy, "path": str(config.model), "dtype": config.dtype}
+def service_rows(config: StackConfig, home: Home, suffix: str = "") -> list[Service]:
+    """Every service process of this stack; `suffix` tells its workers from those of other machines.
+
+    Stages: the higher ones stop first.
+    """
+    model: dict[str, object] = {"name": config.policy, "path": config.model, "dtype": config.dtype}
     if config.max_model_len:
-        model["max_model_len"] = config.max_model_len  # type: ignore[assignment]
+        model["max_model_len"] = config.max_model_len
     rows = [
         Service("checkpoint-sync", "rollgrid_checkpoint_sync", 1, {"MODELS": json.dumps([model])}),
         Service("trajectory-logger", "rollgrid_trajectory_logger", 2, {}),
@@ -78,16 +90,16 @@ def service_rows(config: StackConfig, home: Home) -> list[Service]:
     ]
     for index, cores in enumerate(core_sets(config.samplers)):
         own = {
-            "INSTANCE": f"sampler-{index}",
+            "INSTANCE": f"sampler-{index}{suffix}",
             "ENGINE": config.engine,
             "POLICY": config.policy,
-            "MODEL": str(config.model),
+            "MODEL": config.model,
             "DTYPE": config.dtype,
             "DEVICE": config.device,
             "CACHE": str(home.data / "versions"),
         }
-        if config.engine == "vllm":
-            own["OMP_THREADS_BIND"] = cores
+        if config.engine == "vllm" and config.device == "cpu":
+            own |= {"OMP_THREADS_BIND": cores, "BLOCK_SIZE": CPU_BLOCK_SIZE}
         if config.max_model_len:
             own["MAX_MODEL_LEN"] = str(config.max_model_len)
         if config.openai_url:
@@ -112,19 +124,22 @@ def build_parts(
     for server in servers:
         shared |= server.exports
     services = []
-    for row in service_rows(config, home):
+    alone = not servers[0].external
+    suffix = "" if alone else "-" + hashlib.sha256(f"{platform.node()}{home.root}".encode()).hexdigest()[:6]
+    for row in service_rows(config, home, suffix):
         if row.name == "ingest":
             number = ports.fixed("ingest", config.port) if config.port else ports("ingest", DEFAULT_PORT)
         else:
             number = ports(f"health_{row.name}")
-        own = {f"{row.prefix}DRAIN_S": str(DRAIN_S), f"{row.prefix}{row.port}": str(number)}
-        # What the caller set for a service stays, except what makes it a part of this very stack.
-        own = {name: shared.get(name, value) if name.endswith("DRAIN_S") else value for name, value in own.items()}
         instance = row.own.get("INSTANCE", f"{row.name}-{run[:6]}")
-        own |= {f"{row.prefix}{name}": value for name, value in {**row.own, "INSTANCE": instance}.items()}
+        own = {**row.own, "INSTANCE": instance, "DRAIN_S": str(DRAIN_S), row.port: str(number)}
+        named = {f"{row.prefix}{name}": value for name, value in own.items()}
+        named |= {
+            f"{row.prefix}{name}": env[f"{row.prefix}{name}"] for name in OVERRIDABLE if f"{row.prefix}{name}" in env
+        }
         part = Part(
             name=row.name, kind="service", stage=row.stage, url=f"http://{LOOPBACK}:{number}",
-            instance=instance, argv=(sys.executable, "-m", row.module), env={**shared, **own}, cwd=home.root, stop_s=DRAIN_S + 10.0,
+            instance=instance, argv=(sys.executable, "-m", row.module), env={**shared, **named}, cwd=home.root, stop_s=DRAIN_S + 10.0,
         )  # fmt: skip
         services.append(part)
     ports.save()
