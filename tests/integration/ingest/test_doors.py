@@ -279,3 +279,14 @@ def test_the_fleet_shows_queues(http: httpx2.Client) -> None:
     jobs = fleet["queues"]["RG_JOBS"]
     assert jobs["consumers"]["ledger-0"]["pending"] == jobs["messages"]
     assert fleet["workers"] == []
+
+
+def test_metrics_count_by_route_and_not_by_path(http: httpx2.Client) -> None:
+    http.get("/v1/rollouts/bone/results?run=a")
+    http.get("/nowhere/at/all")
+    text = http.get("/metrics").text
+    assert 'rollgrid_ingest_requests_total{route="/v1/rollouts/{batch_id}/results",status="200"}' in text
+    assert 'route="unmatched",status="404"' in text
+    assert "bone" not in text
+    assert "nowhere" not in text
+    assert 'rollgrid_ingest_refused_total{code="not_found"}' in text

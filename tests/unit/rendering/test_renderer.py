@@ -41,6 +41,17 @@ def test_text_goes_to_ids_and_back(renderer: Renderer) -> None:
     assert renderer.encode("") == []
 
 
+def test_ids_are_those_of_the_tokenizers_own_call(folder: Path, renderer: Renderer) -> None:
+    from rollgrid_rendering.without_torch import auto_tokenizer
+
+    reference = auto_tokenizer().from_pretrained(str(folder))
+    for text in ("hello", "  spaces\n\n", "<|im_start|>user\nhi<|im_end|>", "日本 🙂", ""):
+        for special in (True, False):
+            assert renderer.encode(text, add_special_tokens=special) == reference(text, add_special_tokens=special).get(
+                "input_ids"
+            )
+
+
 def test_the_templates_text_and_ids_agree(renderer: Renderer) -> None:
     text, ids = renderer.render([{"role": "user", "content": "hello"}])
     assert text == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
