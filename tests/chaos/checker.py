@@ -103,6 +103,7 @@ def check(evidence: Evidence, expect: Expectation | None = None) -> list[Violati
         *nothing_is_invented(evidence),
         *(good_requests_are_let_in(evidence.journal) if expect.all_let_in else ()),
         *groups_are_whole(evidence.closes),
+        *archived_groups_are_whole(evidence),
         *statuses_have_a_cause(evidence, expect),
         *keys_name_one_batch(evidence.journal),
         *replies_equal_records(evidence),
@@ -135,6 +136,16 @@ def accepted_groups_close_once(evidence: Evidence) -> Iterable[Violation]:
     for group, sequences in closed.items():
         if len(sequences) > 1:
             yield Violation("I1", group, f"closed {len(sequences)} times, at {sorted(sequences)}")
+
+
+def archived_groups_are_whole(evidence: Evidence) -> Iterable[Violation]:
+    """A group has as many rows as it was accepted with samples, each index once."""
+    wanted = {group: line.n for line in evidence.journal if isinstance(line, Accepted) for group in line.group_ids}
+    for part in evidence.archive:
+        for group in part.groups:
+            indexes = [sample.sample_index for sample in group.samples]
+            if group.group_id in wanted and indexes != list(range(wanted[group.group_id])):
+                yield Violation("I5", group.group_id, f"accepted with n={wanted[group.group_id]}, archived {indexes}")
 
 
 def nothing_is_invented(evidence: Evidence) -> Iterable[Violation]:
@@ -242,12 +253,13 @@ def keys_name_one_batch(journal: Iterable[Line]) -> Iterable[Violation]:
 
 def replies_equal_records(evidence: Evidence) -> Iterable[Violation]:
     records = {close.record.group_id: close.record for close in evidence.closes}
+    archived = {group.group_id: group for part in evidence.archive for group in part.groups}
     for line in evidence.journal:
         if not isinstance(line, Replied):
             continue
         record = records.get(line.group_id)
         if record is None:
-            yield Violation("I2", line.group_id, "was answered and has no record in the stream")
+            yield from reply_equals_archive(line, archived.get(line.group_id))
             continue
         entries = {entry.sample.index: entry.sample for entry in record.entries}
         for sample in line.samples:
@@ -261,6 +273,20 @@ def replies_equal_records(evidence: Evidence) -> Iterable[Violation]:
                 yield Violation("I2", name, f"answered {sample.token_ids}, recorded {recorded.token_ids}")
             elif recorded.finish_reason is None or recorded.finish_reason.value != sample.finish_reason:
                 yield Violation("I2", name, f"answered {sample.finish_reason}, recorded {recorded.finish_reason}")
+
+
+def reply_equals_archive(line: Replied, group: ArchivedGroup | None) -> Iterable[Violation]:
+    """For records that the stream holds no more."""
+    if group is None:
+        yield Violation("I2", line.group_id, "was answered and has no record")
+        return
+    rows = {sample.sample_index: sample for sample in group.samples}
+    for sample in line.samples:
+        row = rows.get(sample.index)
+        if row is None or row.status != SampleStatus.SUCCEEDED.value:
+            yield Violation("I2", ids.sample_id(line.group_id, sample.index), f"was answered and is archived as {row}")
+        elif (TokenIds.of(row.token_ids), Floats.of(row.logprobs)) != (sample.token_ids, sample.logprobs):
+            yield Violation("I2", ids.sample_id(line.group_id, sample.index), f"answered {sample}, archived {row}")
 
 
 # -- I3 -----------------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ class StormClient:
     """Thread-safe.  `run` is one run; every request has a key of its own."""
 
     def __init__(self, url: str, run: str, journal: Path, seed: int, load: Load) -> None:
-        self.url, self.run, self.load = url, run, load
+        self.url, self.run, self.load, self.path = url, run, load, journal
         self._journal = Journal(journal)
         self._lock = threading.Lock()
         self._random = random.Random(seed)
@@ -88,12 +88,15 @@ class StormClient:
                 time.sleep(min(retry_after or 0.2, 1.0))
                 continue
             return Answer(answer.status_code, content, retry_after)
-        with self._lock:
-            self.unanswered.append(key)
+        if give_up_s >= GIVE_UP_S:
+            with self._lock:
+                self.unanswered.append(key)
         return None
 
-    def submit(self, key: str, groups: int, n: int, **options: Any) -> tuple[str, tuple[str, ...]] | None:
-        """A batch through `/v1/rollouts`; its id and groups once accepted."""
+    def submit(
+        self, key: str, groups: int, n: int, *, give_up_s: float = GIVE_UP_S, prompt: int = 4, **options: Any
+    ) -> tuple[str, tuple[str, ...]] | None:
+        """A batch through `/v1/rollouts`, `prompt` tokens each; its id and groups once accepted."""
         body = {
             "run": self.run,
             "policy": POLICY,
@@ -101,13 +104,17 @@ class StormClient:
             "deadline_s": options.pop("deadline_s", self.load.deadline_s),
             "sampling": {"max_tokens": self.load.max_tokens, "seed": 17},
             "tasks": [
-                {"prompt_token_ids": [5 + position, 6, 7, 8], "task": {"answer": "42"}, "metadata": {"key": key}}
+                {
+                    "prompt_token_ids": [5 + position % 200, *range(6, 5 + prompt)],
+                    "task": {"answer": "42"},
+                    "metadata": {"key": key},
+                }
                 for position in range(groups)
             ],
             **options,
         }
         self.note(Attempted(at=now(), tenant=TENANT, run=self.run, key=key, groups=groups, n=n))
-        answer = self.send("/v1/rollouts", body, key)
+        answer = self.send("/v1/rollouts", body, key, give_up_s)
         if answer is None:
             return None
         if answer.status not in (200, 202):

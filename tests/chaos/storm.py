@@ -20,6 +20,7 @@ from tests.support.processes import Process
 from tests.support.stack import Stack, StackPlan, stack
 
 from . import journal as journals
+from .archive import read_archive
 from .checker import Evidence, Expectation, Violation, check
 from .client import Load, StormClient
 from .evidence import gather, read_closes
@@ -97,7 +98,7 @@ def run_storm(
             healed = time.monotonic()
             say("the storm is over; everything runs")
             player.join(load.deadline_s + QUIET_S)
-            asyncio.run(_wait_closed(pipe, client, max(QUIET_S, load.deadline_s)))
+            asyncio.run(wait_closed(pipe, client, max(QUIET_S, load.deadline_s)))
             quiet_after_s = time.monotonic() - healed
             say("everything accepted has closed")
             evidence, jobs_left = asyncio.run(_settle(pipe, [journal, seen]))
@@ -116,18 +117,23 @@ def run_storm(
             client.close()
 
 
-async def _connect(pipe: Stack) -> tuple[Bus, Blobs]:
+async def connect(pipe: Stack) -> tuple[Bus, Blobs]:
     blobs = Blobs(pipe.weed.settings(pipe.bucket))
     bus = await Bus.connect(pipe.nats.settings(), "checker", blobs)
     return bus, blobs
 
 
-async def _wait_closed(pipe: Stack, client: StormClient, timeout_s: float) -> None:
-    """Until every accepted group is closed.  It does not raise: the checker says what is missing."""
-    bus, blobs = await _connect(pipe)
+async def wait_closed(pipe: Stack, client: StormClient, timeout_s: float, *, by_archive: bool = False) -> None:
+    """Until every accepted group is closed.  It does not raise: the checker says what is missing.
+
+    `by_archive`: closes that were purged from the stream count by their manifests.
+    """
+    bus, blobs = await connect(pipe)
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         closed = {close.record.group_id for close in await read_closes(bus)}
+        if by_archive:
+            closed |= {group.group_id for part in await read_archive(blobs) for group in part.groups}
         if set(client.accepted_groups) <= closed:
             break
         await asyncio.sleep(0.5)
@@ -137,7 +143,7 @@ async def _wait_closed(pipe: Stack, client: StormClient, timeout_s: float) -> No
 
 async def _settle(pipe: Stack, files: list[Path]) -> tuple[Evidence, int]:
     """Wait for the archive, the reader and the jobs' acks to catch up, then gather."""
-    bus, blobs = await _connect(pipe)
+    bus, blobs = await connect(pipe)
     deadline = time.monotonic() + ARCHIVE_S
     while True:
         evidence = await gather(bus, blobs, files)

@@ -179,6 +179,18 @@ def archive_missing_row(e: Evidence) -> Evidence:
     return e._replace(archive=[e.archive[0], e.archive[1]._replace(groups=e.archive[1].groups[:1])])
 
 
+def archive_short_group(e: Evidence) -> Evidence:
+    """The stream no longer holds it, so the archive alone must be whole."""
+    first = e.archive[0].groups[0]
+    short = e.archive[0]._replace(groups=(first._replace(samples=first.samples[:2]), e.archive[0].groups[1]))
+    return e._replace(closes=e.closes[2:], archive=[short, e.archive[1]], first_sequence=3)
+
+
+def archived_reply_differs(e: Evidence) -> Evidence:
+    changed = another_reply(e, token_ids=TokenIds.of([1, 8]))
+    return changed._replace(closes=e.closes[2:], first_sequence=3)
+
+
 def archive_altered(e: Evidence) -> Evidence:
     first = e.archive[0].groups[0]
     changed = first._replace(samples=(first.samples[0]._replace(reward=None), *first.samples[1:]))
@@ -298,6 +310,8 @@ DOCTORED: dict[str, tuple[str, Callable[[Evidence], Evidence]]] = {
     "a close in no manifest": ("I3", archive_gap),
     "manifests that overlap": ("I3", archive_overlap),
     "a covered close without its row": ("I3", archive_missing_row),
+    "an archived group without an entry": ("I5", archive_short_group),
+    "a reply that differs from the archive": ("I2", archived_reply_differs),
     "an archived reward that differs": ("I3", archive_altered),
     "an object that is not its digest": ("I3", archive_broken_digest),
     "a purge before the archive": ("I3", purged_unarchived),
@@ -321,6 +335,11 @@ def test_a_planted_violation_is_found(name: str) -> None:
     promise, doctor = DOCTORED[name]
     found = check(doctor(good()))
     assert promise in {violation.promise for violation in found}, found
+
+
+def test_a_purged_stream_is_no_violation_where_the_archive_has_it() -> None:
+    evidence = good()
+    assert check(evidence._replace(closes=evidence.closes[2:], first_sequence=3), Expectation(iterated=False)) == []
 
 
 def test_what_was_asked_for_is_no_violation() -> None:

@@ -50,8 +50,16 @@ class Process:
     Start it from the main thread only: the kernel ends it when the thread that started it ends.
     """
 
-    def __init__(self, name: str, argv: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> None:
-        self.name, self.argv, self.log = name, list(argv), log
+    def __init__(
+        self,
+        name: str,
+        argv: Sequence[str],
+        log: Path,
+        env: Mapping[str, str] | None = None,
+        *,
+        cwd: Path | None = None,
+    ) -> None:
+        self.name, self.argv, self.log, self.cwd = name, list(argv), log, cwd
         self.environment = dict(env) if env is not None else None
         self.starts = 0
         self._child: subprocess.Popen[bytes] | None = None
@@ -81,6 +89,7 @@ class Process:
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 env=self.environment,
+                cwd=self.cwd,
                 start_new_session=True,
                 preexec_fn=_die_with_parent,  # noqa: PLW1509 - calls prctl and nothing else
             )

@@ -12,13 +12,15 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import boto3
 import redis
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 from pydantic import SecretStr
+from rollgrid.stack import seaweed
+from rollgrid.stack.probes import ProbeFailed
 from rollgrid_runtime.settings import NatsSettings, RedisSettings, S3Settings
 
 from .processes import Process, free_port
@@ -156,13 +158,18 @@ def valkey_binary() -> str:
 
 
 class SeaweedServer(Process):
-    """`weed mini`: the S3 gateway of SeaweedFS, everything on loopback."""
+    """`weed mini`: the S3 gateway of SeaweedFS, everything on loopback.
 
-    def __init__(self, folder: Path, *, data: Path | None = None, port: int | None = None) -> None:
-        self.folder, self.data = folder, data or folder / "data"
+    `durable` runs it as the embedded stack does: what is acknowledged survives a power cut.
+    """
+
+    def __init__(
+        self, folder: Path, *, data: Path | None = None, port: int | None = None, durable: bool = False
+    ) -> None:
+        self.folder, self.data, self.durable = folder, data or folder / "data", durable
+        self._rules_set = False
         self.port = port or free_port()
         self.access_key, self.secret_key = secrets.token_hex(8), secrets.token_hex(16)
-        self.data.mkdir(parents=True, exist_ok=True)
         self.master, self.volume, self.filer = free_port(), free_port(), free_port()
         ports = {"s3.port": self.port, "master.port": self.master, "volume.port": self.volume, "filer.port": self.filer}
         for part in ("s3", "master", "volume", "filer"):
@@ -187,8 +194,16 @@ class SeaweedServer(Process):
             "AWS_SECRET_ACCESS_KEY": self.secret_key,
         }
         argv = [binary("weed"), "-logtostderr=true", "mini", *(f"-{name}={value}" for name, value in options.items())]
-        super().__init__("weed", argv, folder / "weed.log", env)
+        super().__init__("weed", argv, folder / "weed.log", env, cwd=self.data if durable else None)
         self._client: Any = None
+
+    def start(self) -> Self:
+        self.data.mkdir(parents=True, exist_ok=True)
+        self._rules_set = False
+        if self.durable:
+            (self.data / "filer.toml").write_text(seaweed.FILER_TOML)
+            seaweed.rebuild_indexes(Path(binary("weed")), self.data)
+        return super().start()
 
     @property
     def endpoint(self) -> str:
@@ -212,19 +227,28 @@ class SeaweedServer(Process):
 
     def client(self) -> Any:
         if self._client is None:
-            self._client = boto3.client(
-                "s3",
-                endpoint_url=self.endpoint,
-                region_name="us-east-1",
-                aws_access_key_id=self.access_key,
-                aws_secret_access_key=self.secret_key,
-                config=Config(
-                    connect_timeout=1, read_timeout=5, retries={"max_attempts": 1}, s3={"addressing_style": "path"}
-                ),
-            )
+            self._client = self.new_client()
         return self._client
 
+    def new_client(self) -> Any:
+        return boto3.client(
+            "s3",
+            endpoint_url=self.endpoint,
+            region_name="us-east-1",
+            aws_access_key_id=self.access_key,
+            aws_secret_access_key=self.secret_key,
+            config=Config(
+                connect_timeout=1, read_timeout=5, retries={"max_attempts": 1}, s3={"addressing_style": "path"}
+            ),
+        )
+
     def is_ready(self) -> bool:
+        try:
+            if self.durable and not self._rules_set:
+                seaweed.set_filer_rules(self.filer)
+                self._rules_set = True
+        except ProbeFailed:
+            return False
         try:
             with contextlib.suppress(self.client().exceptions.BucketAlreadyOwnedByYou):
                 self.client().create_bucket(Bucket="ready-probe")

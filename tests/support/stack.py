@@ -39,6 +39,7 @@ class StackPlan(NamedTuple):
     folder: Path | None = None
     nats_store: Path | None = None
     weed_data: Path | None = None
+    weed_durable: bool = False
 
 
 def scripted(*, token_rate: float = 0.0, eos_rate: float = 0.01, slots: int = 16, **changes: Any) -> StackPlan:
@@ -66,7 +67,7 @@ class Stack:
         self.plan, self.folder = plan, folder
         self.nats = NatsServer(folder / "nats", store=plan.nats_store)
         self.valkey = ValkeyServer(folder / "valkey")
-        self.weed = SeaweedServer(folder / "weed", data=plan.weed_data)
+        self.weed = SeaweedServer(folder / "weed", data=plan.weed_data, durable=plan.weed_durable)
         self.bucket = new_bucket()
         self.services: dict[str, ServiceProcess] = {}
         for service, count in (
