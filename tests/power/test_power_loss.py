@@ -14,6 +14,7 @@ import threading
 import time
 
 import pytest
+from botocore.exceptions import BotoCoreError, ClientError
 from rollgrid_contracts.columns import MANIFEST_PREFIX
 
 from tests.chaos import journal as journals
@@ -130,7 +131,10 @@ class Flow:
     def _watch_manifests(self) -> None:
         client = self.pipe.weed.new_client()
         while not self._stop.is_set():
-            answer = client.list_objects_v2(Bucket=self.pipe.bucket, Prefix=MANIFEST_PREFIX)
+            try:
+                answer = client.list_objects_v2(Bucket=self.pipe.bucket, Prefix=MANIFEST_PREFIX)
+            except (BotoCoreError, ClientError):
+                return  # the power is gone
             self._manifests |= {item["Key"] for item in answer.get("Contents", [])}
 
     def cut(self, disk: LoopDisk) -> tuple[dict[str, int], list[Delivered], set[str]]:
