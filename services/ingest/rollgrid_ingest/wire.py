@@ -31,6 +31,12 @@ def over_limit(field: str, value: object, limit: str) -> RollgridError:
     return invalid(f"{field} is {value}, the limit is {limit}", field, code=ErrorCode.LIMIT_EXCEEDED, limit=limit)
 
 
+def at_most(count: int, field: str, name: str, limit: int) -> None:
+    """Raises limit_exceeded naming the setting."""
+    if count > limit:
+        raise over_limit(field, count, f"{name}={limit}")
+
+
 def unsupported(field: str, why: str = "not offered") -> RollgridError:
     return invalid(f"{field}: {why}", field, code=ErrorCode.UNSUPPORTED)
 

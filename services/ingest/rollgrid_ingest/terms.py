@@ -1,0 +1,139 @@
+"""The terms of a request beside its prompts: scorers, weight constraints, rights, and other single values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from rollgrid_contracts import ids
+from rollgrid_contracts.checkpoints import PolicyState
+from rollgrid_contracts.failures import ErrorCode
+from rollgrid_contracts.jobs import Purpose, Rights, VersionRule, WeightConstraint
+from rollgrid_contracts.scoring import ScorerKind, ScorerSpec
+from rollgrid_runtime.errors import RollgridError
+
+from .openai_schema import WeightsRequest
+from .rollout_schema import RightsRequest, ScorerRequest
+from .settings import Limits
+from .wire import at_most, check_payload, invalid, over_limit, unsupported
+
+MAX_TEXT_CHARS = 255
+
+
+def scorer_specs(
+    scorers: Sequence[str | ScorerRequest], path: str, known: frozenset[str], limits: Limits
+) -> tuple[ScorerSpec, ...]:
+    """The scorers asked for, each of a known type and with a name of its own."""
+    at_most(len(scorers), path, "max_scorers", limits.max_scorers)
+    specs: list[ScorerSpec] = []
+    for i, scorer in enumerate(scorers):
+        request = ScorerRequest(type=scorer) if isinstance(scorer, str) else scorer
+        specs.append(_scorer(request, f"{path}[{i}]", known, limits))
+    names = [spec.name for spec in specs]
+    if len(set(names)) != len(names):
+        raise invalid(f"{path}: two scorers have one name", path)
+    return tuple(specs)
+
+
+def _scorer(request: ScorerRequest, path: str, known: frozenset[str], limits: Limits) -> ScorerSpec:
+    if request.type not in known:
+        names = ", ".join(sorted(known))
+        raise invalid(f"{path}.type {request.type[:80]!r} is not a known scorer ({names})", f"{path}.type", limit=names)
+    if member(ScorerKind, request.kind, f"{path}.kind", ScorerKind.VERIFIER) is not ScorerKind.VERIFIER:
+        raise unsupported(f"{path}.kind", "only verifiers are offered")
+    name = request.name if request.name is not None else request.type
+    if not ids.is_label(name):
+        raise invalid(f"{path}.name is not a usable name", f"{path}.name", limit=ids.LABEL_PATTERN)
+    weight = 1.0 if request.weight is None else request.weight
+    if not math.isfinite(weight):
+        raise invalid(f"{path}.weight is not finite", f"{path}.weight")
+    timeout_s = 10.0 if request.timeout_s is None else request.timeout_s
+    if not 0 < timeout_s <= limits.max_scorer_timeout_s:
+        limit = f"max_scorer_timeout_s={limits.max_scorer_timeout_s:g}"
+        raise over_limit(f"{path}.timeout_s", timeout_s, limit)
+    return ScorerSpec(
+        name=name,
+        type=request.type,
+        params=payload(request.params, f"{path}.params", limits),
+        weight=weight,
+        gate=bool(request.gate),
+        timeout_s=timeout_s,
+    )
+
+
+def weight_constraint(
+    request: WeightsRequest | None, pinned: WeightConstraint | None, policy: PolicyState
+) -> WeightConstraint:
+    """Raises version_unavailable at once for what can never be met."""
+    asked = _asked(request)
+    if asked is not None and pinned is not None and asked != pinned:
+        raise invalid("weights and the version in the model name differ", "weights")
+    found = pinned or asked or WeightConstraint()
+    if found.value < 0 or found.value >= 2**31:
+        raise over_limit("weights", found.value, "0<=weights<2**31")
+    if found.rule in (VersionRule.EXACT, VersionRule.MIN) and found.value > policy.newest:
+        raise RollgridError(
+            ErrorCode.VERSION_UNAVAILABLE,
+            f"weights: {policy.policy} has no version {found.value}, the newest published is {policy.newest}",
+            field="weights" if pinned is None else "model",
+            limit=f"newest={policy.newest}",
+        )
+    return found
+
+
+def _asked(request: WeightsRequest | None) -> WeightConstraint | None:
+    if request is None:
+        return None
+    short = {
+        VersionRule.EXACT: request.exact_version,
+        VersionRule.MIN: request.min_version,
+        VersionRule.MAX_STALENESS: request.max_staleness,
+    }
+    given = [(rule, value) for rule, value in short.items() if value is not None]
+    if request.rule is not None or request.value is not None:
+        rule = member(VersionRule, request.rule, "weights.rule", VersionRule.LATEST)
+        if rule is not VersionRule.LATEST and request.value is None:
+            raise invalid(f"weights.value is required with {rule.value}", "weights.value")
+        given.append((rule, request.value or 0))
+    if len(given) > 1:
+        raise invalid("weights holds more than one rule", "weights")
+    return WeightConstraint(rule=given[0][0], value=given[0][1]) if given else None
+
+
+def rights_of(request: RightsRequest | None, tenant: str) -> Rights:
+    """A tenant's own rollouts stand under its own grant and may be used for everything."""
+    if request is None:
+        return Rights(purposes=tuple(Purpose), grant_id=f"own:{tenant}")
+    purposes = tuple(member(Purpose, text, "rights.purposes", Purpose.EXECUTE) for text in request.purposes)
+    if Purpose.EXECUTE not in purposes:
+        raise invalid("rights.purposes lacks execute: nothing could be sampled", "rights.purposes")
+    return Rights(
+        purposes=tuple(dict.fromkeys(purposes)),
+        grant_id=bounded_text(request.grant_id, "rights.grant_id", MAX_TEXT_CHARS) or f"own:{tenant}",
+    )
+
+
+def member(kind: Any, text: str | None, field: str, default: Any) -> Any:
+    """The enumeration's member of this value; refused with the list of all others."""
+    if text is None:
+        return default
+    try:
+        return kind(text)
+    except ValueError as error:
+        known = ", ".join(kind)
+        raise invalid(f"{field} {text[:80]!r} is none of {known}", field, limit=known) from error
+
+
+def bounded_text(value: str | None, field: str, limit: int) -> str | None:
+    if value is not None and not 1 <= len(value) <= limit:
+        raise over_limit(field, f"{len(value)} characters", f"1-{limit} characters")
+    return value
+
+
+def payload(value: dict[str, Any] | None, field: str, limits: Limits) -> dict[str, Any]:
+    """A caller's own object, within what can be stored."""
+    if not value:
+        return {}
+    check_payload(value, field, limits.max_depth)
+    return value
