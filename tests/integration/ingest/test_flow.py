@@ -339,6 +339,7 @@ def test_what_was_purged_is_read_from_the_archive_under_the_same_cursors() -> No
         "ROLLGRID_TRAJECTORY_LOGGER_ARCHIVE_GROUPS": "4",
         "ROLLGRID_TRAJECTORY_LOGGER_RETAIN_S": "0.5",
         "ROLLGRID_TRAJECTORY_LOGGER_RETAIN_EVERY_S": "0.3",
+        "ROLLGRID_TRAJECTORY_LOGGER_RETAIN_STEP": "1",
     }
     with stack(scripted(samplers=1, scorers=0, env=env)) as pipe, httpx2.Client(base_url=pipe.url, timeout=60) as http:
         keeper = accept(http, batch("keeper", 1))  # its last close stays, and with it the stream's first sequence
