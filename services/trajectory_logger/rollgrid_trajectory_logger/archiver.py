@@ -84,6 +84,7 @@ class Archiver:
 
     async def _archive(self) -> None:
         """From the last manifest on, until something fails."""
+        await self._blobs.ensure_bucket()
         await ensure_consumer(self._bus, ARCHIVER)
         await self._resume()
         puller = self._bus.puller(ARCHIVER)

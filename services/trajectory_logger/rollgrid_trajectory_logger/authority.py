@@ -33,6 +33,7 @@ class Authority:
         self._table = Table(bus, LEDGER, LedgerLease)
         self._revision = 0
         self._fresh = True
+        self._released = False
         self.epoch = 0
         self.renewed = time.monotonic()
 
@@ -72,13 +73,15 @@ class Authority:
             self._revision = await self._table.create(LEDGER_LEASE_KEY, mine)
         else:
             self._revision = await self._table.update(LEDGER_LEASE_KEY, mine, lease.revision)
-        self.epoch, self.renewed, self._fresh = epoch, time.monotonic(), False
+        self.epoch, self.renewed, self._fresh, self._released = epoch, time.monotonic(), False, False
         return epoch
 
     async def keep(self) -> None:
         """Renew for ever; raises LeaseLost when another ledger holds the lease."""
         while True:
             await asyncio.sleep(RENEW_S)
+            if self._released:
+                continue
             try:
                 self._revision = await self._table.update(LEDGER_LEASE_KEY, self._lease(self.epoch), self._revision)
                 self.renewed = time.monotonic()
@@ -96,6 +99,7 @@ class Authority:
 
     async def release(self) -> None:
         """Let the next ledger begin at once; losing this write only makes it wait for the lease to end."""
+        self._released = True
         lease = self._lease(self.epoch, renewed_at=0.0)
         try:
             self._revision = await self._table.update(LEDGER_LEASE_KEY, lease, self._revision)

@@ -28,6 +28,8 @@ log = get_logger(__name__)
 RUNS_AT_ONCE = 8
 RETRY_S = 0.5
 REREAD_PAGE = 256
+REREAD_PAUSE_S = 0.02
+UPLOADS_AT_ONCE = 8
 
 
 def headers_of(closed: GroupClosed) -> dict[str, str]:
@@ -98,6 +100,7 @@ class Closer:
         self._on_closed = on_closed
         self._runs = {subject: RunQueue(tail, settings.close_batch) for subject, tail in tails.items()}
         self._large: list[Close] = []
+        self._uploads = asyncio.Semaphore(UPLOADS_AT_ONCE)
         self._wake = asyncio.Event()
         self._hurry = False
         self.backlog = 0
@@ -155,14 +158,15 @@ class Closer:
 
     async def _upload(self, close: Close) -> None:
         """A large close goes to S3 first, beside the small ones: a stalled S3 holds back no others."""
-        payload = codec.encode(close.closed)
         ref: BlobRef | None = None
-        while ref is None:
-            try:
-                ref = await self._blobs.put_payload(payload)
-            except StorageError as error:
-                log.warning("close_not_uploaded", group=close.group_id, error=error.message)
-                await asyncio.sleep(RETRY_S)
+        async with self._uploads:
+            payload = codec.encode(close.closed)
+            while ref is None:
+                try:
+                    ref = await self._blobs.put_payload(payload)
+                except StorageError as error:
+                    log.warning("close_not_uploaded", group=close.group_id, error=error.message)
+                    await asyncio.sleep(RETRY_S)
         self._queue(close, codec.encode(ref), headers_of(close.closed) | {Header.CLAIM.value: ref.sha256})
         self._wake.set()
 
@@ -235,6 +239,7 @@ class Closer:
                 if last is None:  # whatever was on it is purged: an emptied subject counts from 0 again
                     run.tail = 0
                 elif int(last.seq or 0) > run.tail:  # stored between the two questions
+                    await asyncio.sleep(REREAD_PAUSE_S)
                     continue
                 return
             except BusError as error:

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 from rollgrid_contracts.jobs import Job
+from rollgrid_contracts.topology import Header
 from rollgrid_runtime.errors import PayloadGone, StorageError
 from rollgrid_runtime.logging import get_logger
 from rollgrid_runtime.pulling import Delivery
@@ -21,6 +22,7 @@ from .ledger import Close, Decision, Event, Ledger
 
 log = get_logger(__name__)
 CLAIM_RETRY_S = 1.0
+CLAIMS_AT_ONCE = 8
 
 
 class LedgerHandler:
@@ -58,8 +60,18 @@ class LedgerHandler:
             return
         self.decide(self.ledger.job_read(delivery.sequence, job, time.time()))
 
-    async def on_event(self, delivery: Delivery) -> None:
-        event: Event | None = await self._read(delivery, Event)
+    async def on_events(self, batch: list[Delivery]) -> None:
+        """Events in stream order; bodies that are in S3 are fetched a few at a time."""
+        for start in range(0, len(batch), CLAIMS_AT_ONCE):
+            part = batch[start : start + CLAIMS_AT_ONCE]
+            if any(Header.CLAIM.value in delivery.headers for delivery in part):
+                events = await asyncio.gather(*(self._read(delivery, Event) for delivery in part))
+            else:
+                events = [await self._read(delivery, Event) for delivery in part]
+            for delivery, event in zip(part, events, strict=True):
+                self._on_event(delivery, event)
+
+    def _on_event(self, delivery: Delivery, event: Event | None) -> None:
         self.events_read += 1
         self._event_acks.append((delivery.sequence, delivery.ack_subject))
         if event is None:

@@ -21,7 +21,7 @@ TAKE_OVERS = Counter("rollgrid_ledger_take_overs_total", "Times this process bec
 SUPERSEDED = Counter("rollgrid_ledger_superseded_total", "Finishes and verdicts that came too late", ["why"])
 UNREADABLE = Counter("rollgrid_logger_unreadable_total", "Messages that could not be decoded", ["stream"])
 JOBS_MISMATCH = Gauge(
-    "rollgrid_ledger_jobs_mismatch", "Messages of RG_JOBS less those held and those unread (alarm if lasting)"
+    "rollgrid_ledger_jobs_mismatch", "Jobs held by open groups against those the server has out to the ledger"
 )
 DOUBLE_CLOSES = Gauge("rollgrid_ledger_double_closes", "Groups found closed twice: must be 0")
 ARCHIVED_TO = Gauge("rollgrid_archive_archived_to", "Last RG_TRAJECTORIES sequence behind a manifest")

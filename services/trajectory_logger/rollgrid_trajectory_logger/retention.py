@@ -35,6 +35,7 @@ class Retention:
 
     def __init__(self, bus: Bus, settings: TrajectoryLoggerSettings, archived_to: Callable[[], int | None]) -> None:
         self._bus, self._settings, self._archived_to = bus, settings, archived_to
+        self._purged_below = 0
 
     async def run(self) -> None:
         while True:
@@ -54,30 +55,30 @@ class Retention:
             return 0
         below = await self._older_than(now - self._settings.retain_s, int(state.first_seq), int(state.last_seq))
         bound = (info.config.max_bytes or 0) * self._settings.retain_share
-        if bound > 0 and state.bytes > bound:
+        pressed = bound > 0 and state.bytes > bound
+        if pressed:
             kept = int(state.messages * RELIEF * bound / state.bytes)
             below = max(below, int(state.last_seq) - kept + 1)
         below = min(below, archived + 1)
-        if below <= int(state.first_seq):
+        step = 1 if pressed else self._settings.retain_step
+        if below <= int(state.first_seq) or below < self._purged_below + step:
             return 0
+        self._purged_below = below
         return await self._purge_below(below, int(state.messages))
 
     async def _older_than(self, moment: float, first: int, last: int) -> int:
-        """The lowest sequence stored at UNIX second `moment` or later (`last` + 1 if none), by bisection."""
+        """The lowest sequence stored at UNIX second `moment` or later (`last` + 1 if none), by bisection.
+
+        A sequence that is not stored was purged, so it is older than all that were not.
+        """
         low, high = first, last + 1
         while low < high:
             middle = (low + high) // 2
             stored = await self._bus.stored(TRAJECTORIES.name, middle)
-            probe = middle
-            while stored is None and probe > low:  # a purged sequence is as old as its neighbour below
-                probe -= 1
-                if middle - probe > 64:
-                    break
-                stored = await self._bus.stored(TRAJECTORIES.name, probe)
             if stored is None or stored.time is None or stored.time.timestamp() < moment:
                 low = middle + 1
             else:
-                high = probe
+                high = middle
         return low
 
     async def _purge_below(self, below: int, before: int) -> int:

@@ -14,7 +14,9 @@ from rollgrid_runtime.blobs import Blobs
 from rollgrid_runtime.bus import Bus
 from rollgrid_runtime.errors import BusError, Conflict, ConsumerGone, StorageError
 from rollgrid_runtime.logging import get_logger
-from rollgrid_runtime.service import connections, instance_name
+from rollgrid_runtime.provision import provision
+from rollgrid_runtime.service import instance_name
+from rollgrid_runtime.settings import NatsSettings, S3Settings
 
 from . import metrics
 from .archiver import Archiver
@@ -78,10 +80,14 @@ class TrajectoryLogger:
         self._roles: list[Work] = []
 
     async def start(self) -> None:
-        """Connect.  Raises BusError, StorageError."""
+        """Connect.  Raises BusError.  S3 may be away: groups are closed without it, and archived when it is back."""
         # Hundreds of thousands of small long-lived structs without cycles: let the collector look less often.
         gc.set_threshold(50_000, 20, 50)
-        self._bus, self._blobs = await self._stack.enter_async_context(connections(self._instance))
+        self._blobs = Blobs(S3Settings())
+        self._stack.callback(self._blobs.close)
+        self._bus = await Bus.connect(NatsSettings(), self._instance, self._blobs)
+        self._stack.push_async_callback(self._bus.close)
+        await provision(self._bus)
         if self._settings.ledger:
             self._ledger = LedgerRole(self._bus, self._blobs, self._settings, self._instance)
         self._roles = [self._ledger.run] if self._ledger else []

@@ -127,8 +127,7 @@ class LedgerSession:
         """Fold events, no further than closes can be written: an unwritten close is memory."""
         while True:
             batch = await puller.fetch(self._settings.fetch, FETCH_WAIT_S)
-            for delivery in batch:
-                await self._handler.on_event(delivery)
+            await self._handler.on_events(batch)
             settled = self._handler.events_settled()
             if settled is not None:
                 await self._bus.publish_raw(settled, b"+ACK")

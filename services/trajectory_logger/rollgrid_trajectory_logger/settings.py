@@ -38,5 +38,6 @@ class TrajectoryLoggerSettings(ServiceSettings):
     retain_share: float = Field(
         default=0.7, gt=0, le=1, description="share of the stream's bound above which archived closes go earlier"
     )
+    retain_step: int = Field(default=1000, ge=1, description="purge when so many more sequences may go")
     retain_every_s: float = Field(default=30.0, gt=0)
     superseded_every_s: float = Field(default=60.0, gt=0, description="write superseded finishes to S3")

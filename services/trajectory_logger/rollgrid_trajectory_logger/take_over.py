@@ -75,7 +75,7 @@ async def take_over(
     events = bus.puller(ledger_samples_consumer(epoch))
     await ensure_consumer(bus, ledger_samples_consumer(epoch), start_time=start)
     await _read_all(
-        bus, settings.fetch, ledger_samples_consumer(epoch), events, handler.on_event, lambda: handler.events_read
+        bus, settings.fetch, ledger_samples_consumer(epoch), events, handler.on_events, lambda: handler.events_read
     )
     ledger.index.forget(time.time() - KEEP_S, settings.closed_kept)
     metrics.TAKE_OVERS.inc()
@@ -140,7 +140,7 @@ async def _read_closes(bus: Bus, epoch: int, ledger: Ledger) -> tuple[dict[str, 
     gaps: list[Gap] = []
     horizon, expected = time.time() - KEEP_S, 1
 
-    async def on_close(delivery: Delivery) -> None:
+    def on_close(delivery: Delivery) -> None:
         nonlocal expected
         if delivery.sequence > expected and delivery.timestamp >= horizon:
             gaps.append(Gap(expected, delivery.sequence - 1))
@@ -156,13 +156,14 @@ async def _read_closes(bus: Bus, epoch: int, ledger: Ledger) -> tuple[dict[str, 
 
     count = 0
 
-    async def counted(delivery: Delivery) -> None:
+    async def on_closes(batch: list[Delivery]) -> None:
         nonlocal count
-        count += 1
-        await on_close(delivery)
+        for delivery in batch:
+            count += 1
+            on_close(delivery)
 
     puller = bus.puller(consumer)
-    await _read_all(bus, 1000, consumer, puller, counted, lambda: count)
+    await _read_all(bus, 1000, consumer, puller, on_closes, lambda: count)
     await puller.close()
     await bus.delete_consumer(consumer.stream, consumer.durable)
     last = int((await bus.stream_info(TRAJECTORIES.name)).state.last_seq)
@@ -194,14 +195,15 @@ async def _read_jobs(
     """Every job still in the stream; when the oldest that is open was stored (UNIX seconds)."""
     oldest: float | None = None
 
-    async def on_job(delivery: Delivery) -> None:
+    async def on_jobs(batch: list[Delivery]) -> None:
         nonlocal oldest
-        await handler.on_job(delivery)
-        if oldest is None and handler.ledger.open:
-            oldest = delivery.timestamp
+        for delivery in batch:
+            await handler.on_job(delivery)
+            if oldest is None and handler.ledger.open:
+                oldest = delivery.timestamp
 
     while True:
-        await _read_all(bus, settings.fetch, ledger_consumer(epoch), puller, on_job, lambda: handler.jobs_read)
+        await _read_all(bus, settings.fetch, ledger_consumer(epoch), puller, on_jobs, lambda: handler.jobs_read)
         if await know_jobs_end(bus, epoch, handler):
             return oldest
 
@@ -224,14 +226,13 @@ async def _read_all(
     limit: int,
     consumer: Consumer,
     puller: Puller,
-    on_delivery: Callable[[Delivery], Awaitable[None]],
+    on_batch: Callable[[list[Delivery]], Awaitable[None]],
     delivered: Callable[[], int],
 ) -> None:
     connection = bus.connection_epoch
     while True:
         batch = await puller.fetch(limit, READ_WAIT_S if delivered() else 0.05)
-        for delivery in batch:
-            await on_delivery(delivery)
+        await on_batch(batch)
         if bus.connection_epoch != connection:
             raise BusError("the connection was lost while taking over")
         if (not batch or batch[-1].pending == 0) and await read_up(bus, consumer, delivered):

@@ -207,7 +207,9 @@ class Driver:
 
 
 def settings(**changes: Any) -> TrajectoryLoggerSettings:
-    return TrajectoryLoggerSettings(**{"archive_age_s": 0.3, "retain_every_s": 0.5, "purge_every_s": 0.5} | changes)
+    return TrajectoryLoggerSettings(
+        **{"archive_age_s": 0.3, "retain_every_s": 0.5, "retain_step": 1, "purge_every_s": 0.5} | changes
+    )
 
 
 @asynccontextmanager

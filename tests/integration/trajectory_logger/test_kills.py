@@ -24,6 +24,8 @@ from tests.support.services import ServiceProcess, service_environment
 from .driver import SCORER, Driver, logger_in_process, make_job, make_sample
 from .dying_logger import POINTS
 
+pytestmark = pytest.mark.chaos
+
 QUICK = {
     "ROLLGRID_TRAJECTORY_LOGGER_ARCHIVE_AGE_S": "0.2",
     "ROLLGRID_TRAJECTORY_LOGGER_ARCHIVE_GROUPS": "8",
