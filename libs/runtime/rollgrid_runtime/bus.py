@@ -156,7 +156,9 @@ class Bus:
             async with asyncio.timeout(timeout_s):
                 while True:
                     try:
-                        return _ack(await self.client.request(subject, payload, headers=head, timeout=min(5.0, timeout_s)))
+                        return _ack(
+                            await self.client.request(subject, payload, headers=head, timeout=min(5.0, timeout_s))
+                        )
                     except _TRANSIENT as error:
                         problem = repr(error)
                         if expected_last is not None:

@@ -138,9 +138,7 @@ async def ensure_bucket(bus: Bus, bucket: Bucket) -> None:
 async def _api(bus: Bus, call: str, body: dict[str, Any]) -> dict[str, Any]:
     for attempt in range(5):
         try:
-            answer: dict[str, Any] = json.loads(
-                await bus.request_raw(f"$JS.API.{call}", json.dumps(body).encode(), 5)
-            )
+            answer: dict[str, Any] = json.loads(await bus.request_raw(f"$JS.API.{call}", json.dumps(body).encode(), 5))
             return answer
         except BusError:
             if attempt == 4:

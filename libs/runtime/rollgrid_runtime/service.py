@@ -48,7 +48,9 @@ def instance_name(settings: ServiceSettings, service: str) -> str:
 
 
 @contextlib.asynccontextmanager
-async def connections(name: str, nats: NatsSettings | None = None, s3: S3Settings | None = None) -> AsyncIterator[tuple[Bus, Blobs]]:
+async def connections(
+    name: str, nats: NatsSettings | None = None, s3: S3Settings | None = None
+) -> AsyncIterator[tuple[Bus, Blobs]]:
     """A provisioned bus and the bucket, closed at the end.  Raises BusError, StorageError."""
     blobs = Blobs(s3 or S3Settings())
     try:
@@ -87,9 +89,7 @@ async def _serve(service: Service, settings: ServiceSettings) -> int:
         return 1
     code = 0
     try:
-        async with http_server(
-            HealthApp(service.problems, service.facts), settings.health_host, settings.health_port
-        ):
+        async with http_server(HealthApp(service.problems, service.facts), settings.health_host, settings.health_port):
             log.info("started")
             code = await _until_stopped(service, settings, stop)
     finally:
