@@ -56,7 +56,7 @@ class LedgerHandler:
         self._jobs.hold(delivery.sequence, delivery.ack_subject)
         if job is None:  # it stays in the stream for a human: nothing says whose it is
             self.unreadable_jobs += 1
-            self.ledger.folded_to = max(self.ledger.folded_to, delivery.sequence)
+            self.decide(self.ledger.jobs_end(delivery.sequence, 0, time.time()))
             return
         self.decide(self.ledger.job_read(delivery.sequence, job, time.time()))
 

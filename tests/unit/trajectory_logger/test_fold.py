@@ -196,6 +196,25 @@ def test_events_behind_one_that_waits_keep_their_order() -> None:
     assert stream.ledger.open["g1"].winners[0][0].sample.attempt == 9
 
 
+def test_an_event_that_is_delivered_again_is_no_duplicate() -> None:
+    stream = Stream(job())
+    event = finished(sample(0))
+    assert stream.feed(event) == []
+    assert stream.ledger.event_read(1, event, NOW) == []
+    assert stream.ledger.superseded == {}
+
+
+def test_a_cancel_is_needed_until_its_close_is_stored() -> None:
+    stream = Stream(job(), job(group_id="g2"))
+    stream.feed(finished(sample(0), sample(1), group_id="g0", job_seq=1))
+    cancel = GroupsCancelled(tenant="acme", run="r1", batch_id="b1", group_ids=("g1",), job_seq=2)
+    closed = the_close(stream.feed(cancel))
+    stream.feed(finished(sample(0), group_id="g2", job_seq=2))
+    assert (closed.reason, stream.ledger.need()) == (CloseReason.CANCELLED, 2)
+    stream.ledger.closed(read_of(closed))
+    assert stream.ledger.need() == 3
+
+
 def test_a_job_that_comes_after_its_close_is_deleted_and_one_that_came_back_is_acknowledged() -> None:
     stream = Stream(job(n=1, indexes=(0,)))
     closed = the_close(stream.feed(finished(sample(0), n=1)))
