@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
+import msgspec
 import typer
 
 from rollgrid.models.catalog import RECIPES, models_folder
@@ -45,7 +46,7 @@ def list_command(as_json: JsonOption = False) -> None:
 def report(done: Prepared, as_json: bool) -> None:
     """One line about one model."""
     if as_json:
-        emit(done)
+        emit({**msgspec.structs.asdict(done), "path": str(done.path)})
         return
     how = f"made in {done.seconds:.0f} s" if done.made else "was there, digests match"
     console().print(f"{done.name}  {done.path}  {done.dtype}, {done.bytes / 1e6:.1f} MB, {how}", soft_wrap=True)

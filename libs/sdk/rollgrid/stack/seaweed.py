@@ -24,6 +24,9 @@ BUCKET = "rollgrid"
 MEMORY = "1GiB"
 """Soft bound (GOMEMLIMIT)."""
 
+VOLUME_MB = 128
+"""Several volumes must fit the free disk, or nothing can be written (its own choice can be 1 GiB)."""
+
 UNCLEAN = ".running"
 """There while weed runs: found at a start, it was killed or the power failed."""
 
@@ -31,11 +34,12 @@ FILER_RULES = b'{"version":1,"locations":[{"locationPrefix":"/buckets/","fsync":
 
 FILER_TOML = """\
 # SQLite flushes at every commit; the default store (LevelDB) does not, and loses acknowledged objects.
+# Without the write-ahead log a power cut may bring back the rollback journal of the last commit.
 [leveldb2]
 enabled = false
 [sqlite]
 enabled = true
-dbFile = "./filer.db"
+dbFile = "./filer.db?_pragma=journal_mode(WAL)&_pragma=synchronous(FULL)"
 """
 
 
@@ -95,7 +99,7 @@ class Weed:
             "dir": self.folder, "ip": LOOPBACK, "ip.bind": LOOPBACK, **self.ports,
             "s3.port.iceberg": 0, "s3.port.lance": 0, "admin.ui": "false", "webdav": "false",
             "master.telemetry": "false", "s3.allowedOrigins": "http://" + LOOPBACK, "s3.autoCreateBucket": "false",
-            "filer.exposeDirectoryData": "false", "filer.ui.deleteDir": "false", "master.volumeSizeLimitMB": 1024,
+            "filer.exposeDirectoryData": "false", "filer.ui.deleteDir": "false", "master.volumeSizeLimitMB": VOLUME_MB,
         }  # fmt: skip
         return (
             str(self.program),

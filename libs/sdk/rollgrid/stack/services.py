@@ -25,7 +25,10 @@ DRAIN_S = 15.0
 CPU_BLOCK_SIZE = "32"
 """KV block of vLLM on a CPU: with its own 128 the samples of a group hardly share a short prompt."""
 
-OVERRIDABLE = {"DRAIN_S", "OMP_THREADS_BIND", "BLOCK_SIZE", "MAX_MODEL_LEN"}
+SHARED_SETTINGS = ("LOG_LEVEL", "LOG_FORMAT", "DRAIN_S")
+"""`ROLLGRID_<NAME>` goes to every service, which reads its own `ROLLGRID_<SERVICE>_<NAME>`."""
+
+OVERRIDABLE = {*SHARED_SETTINGS, "OMP_THREADS_BIND", "BLOCK_SIZE", "MAX_MODEL_LEN"}
 """Settings that the caller's environment may decide; the others make a service a part of this very stack."""
 
 SERVER_VARIABLES = ("NATS_URL", "REDIS_URL", "S3_ENDPOINT")
@@ -133,6 +136,7 @@ def build_parts(
             number = ports(f"health_{row.name}")
         instance = row.own.get("INSTANCE", f"{row.name}-{run[:6]}")
         own = {**row.own, "INSTANCE": instance, "DRAIN_S": str(DRAIN_S), row.port: str(number)}
+        own |= {name: env[f"ROLLGRID_{name}"] for name in SHARED_SETTINGS if f"ROLLGRID_{name}" in env}
         named = {f"{row.prefix}{name}": value for name, value in own.items()}
         named |= {
             f"{row.prefix}{name}": env[f"{row.prefix}{name}"] for name in OVERRIDABLE if f"{row.prefix}{name}" in env
