@@ -21,6 +21,7 @@ from rollgrid_runtime.errors import BusError, RollgridError
 from rollgrid_runtime.logging import get_logger
 
 from .engines.base import Engine, EngineDead, Generated, GenerationRequest, RequestFailed
+from .headroom import Headroom
 from .jobs import HeldJob, Outcome
 from .publishing import Origin, Publisher, recorded, reply
 from .settings import SamplerSettings
@@ -37,6 +38,7 @@ class Context(NamedTuple):
     """What the handler works with.  `met` says whether the loaded version may serve a constraint."""
 
     bus: Bus
+    headroom: Headroom
     engine: Engine
     suspects: Suspects
     met: Callable[[WeightConstraint], bool]
@@ -222,6 +224,7 @@ class Handler:
         )
         return Publisher(
             context.bus,
+            context.headroom,
             held.job,
             held.sequence,
             origin,

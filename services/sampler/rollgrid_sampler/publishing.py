@@ -16,10 +16,12 @@ from rollgrid_contracts import codec, ids, subjects
 from rollgrid_contracts.jobs import Reply, SampleGroup
 from rollgrid_contracts.samples import Sample, SampleReply, SamplesFinished, SampleStatus, ScoringTask
 from rollgrid_contracts.scoring import ScorerKind, next_todo
-from rollgrid_contracts.topology import SAMPLES, Header
+from rollgrid_contracts.topology import INLINE_LIMIT, SAMPLES, Header
 from rollgrid_runtime.bus import Bus, PubAck
 from rollgrid_runtime.errors import BusError, QueueFull, StorageError
 from rollgrid_runtime.logging import get_logger
+
+from .headroom import Headroom
 
 log = get_logger(__name__)
 FIRST_RETRY_S = 0.2
@@ -40,9 +42,18 @@ class Publisher:
     """The finishes of one job.  `add` each sample, then await `finish` before the job is acked."""
 
     def __init__(
-        self, bus: Bus, job: SampleGroup, job_seq: int, origin: Origin, *, coalesce_s: float, coalesce_samples: int
+        self,
+        bus: Bus,
+        headroom: Headroom,
+        job: SampleGroup,
+        job_seq: int,
+        origin: Origin,
+        *,
+        coalesce_s: float,
+        coalesce_samples: int,
     ) -> None:
-        self._bus, self._job, self._job_seq, self._origin = bus, job, job_seq, origin
+        self._bus, self._headroom = bus, headroom
+        self._job, self._job_seq, self._origin = job, job_seq, origin
         self._coalesce_s, self._coalesce_samples = coalesce_s, coalesce_samples
         self._pending: list[Sample] = []
         self._wake = asyncio.Event()
@@ -111,9 +122,13 @@ class Publisher:
         todo = self._todo if event.scoring is not None else ScorerKind.DONE
         subject = subjects.samples(todo, self._job.tenant)
         headers = {Header.GROUP.value: self._job.group_id}
-        return await persistently(
-            lambda: self._bus.publish(subject, event, msg_id=msg_id, headers=headers), "samples", self._job.group_id
-        )
+        payload = codec.encode(event)
+
+        async def publish() -> PubAck:
+            await self._headroom.take(min(len(payload), INLINE_LIMIT))
+            return await self._bus.publish(subject, payload, msg_id=msg_id, headers=headers)
+
+        return await persistently(publish, "samples", self._job.group_id)
 
     def _event(self, samples: tuple[Sample, ...]) -> SamplesFinished:
         job = self._job

@@ -33,6 +33,7 @@ from rollgrid_runtime.settings import NatsSettings, S3Settings
 from .engines.base import Engine, EngineDead, GenerationRequest
 from .fair import WEIGHTS, FairQueue
 from .handler import Context, Handler
+from .headroom import Headroom
 from .jobs import HeldJob, Outcome
 from .lanes import Lanes
 from .ledger import LedgerDesk
@@ -95,7 +96,14 @@ class SamplerService:
         self._weights = Weights(bus, blobs, self.engine, self.settings)
         self._ledger = LedgerDesk(bus, self.settings.ledger_timeout_s)
         context = Context(
-            bus, self.engine, Suspects(bus), self._weights.met, self.settings, self.worker, self.incarnation
+            bus,
+            Headroom(bus),
+            self.engine,
+            Suspects(bus),
+            self._weights.met,
+            self.settings,
+            self.worker,
+            self.incarnation,
         )
         self._handler = Handler(context, self._free_seat)
         self._lanes = Lanes(bus, self.pool, self._allowance, self._wait_for_room, self._take)
