@@ -1,0 +1,1 @@
+"""What a group costs: flushes of the NATS server, operations of Redis."""
