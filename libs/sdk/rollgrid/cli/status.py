@@ -69,9 +69,9 @@ def survey(state: StackState) -> dict[str, Any]:
 
 def _part(part: PartState, code: int | None, body: dict[str, Any]) -> dict[str, Any]:
     state, problems = part.state, dict(part.problems)
-    if code is not None and part.state not in ("restarting", "stopping"):
-        state = "ready" if code == 200 else part.state if part.state == "starting" else "not_ready"
-        problems = body.get("problems") or ({} if code == 200 else {"door": body.get("error", f"HTTP {code}")})
+    if code is not None and code != 200 and state == "ready":  # newer than what the supervisor knows
+        state = "not_ready"
+        problems = body.get("problems") or {"door": body.get("error", f"HTTP {code}")}
     return {
         "name": part.name,
         "kind": part.kind,

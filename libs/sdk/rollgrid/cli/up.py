@@ -134,10 +134,15 @@ def run_in_front(home: Home, config: StackConfig, screen: Console, as_json: bool
     from rich.live import Live
 
     announced = False
+    restarts: dict[str, int] = {}
     with Live(console=screen, refresh_per_second=8, transient=True) as live:
 
         def show(state: StackState) -> None:
             nonlocal announced
+            for part in state.parts:
+                if part.restarts > restarts.get(part.name, 0):
+                    restarts[part.name] = part.restarts
+                    screen.print(f"{part.name} {part.problems.get('process', 'ended')}", style="yellow")
             if state.stopping or not announced:
                 live.update(parts_table(state.parts))
             if state.ready and not announced:
@@ -162,6 +167,7 @@ def start_detached(home: Home, config: StackConfig, screen: Console) -> StackSta
     write_private(home.config_file, msgspec.json.encode(config))
     log = home.log("supervisor")
     with log.open("ab") as out:
+        begin = out.tell()
         child = subprocess.Popen(
             [sys.executable, "-m", "rollgrid.stack", str(home.root)],
             stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True, cwd=home.root,
@@ -170,7 +176,8 @@ def start_detached(home: Home, config: StackConfig, screen: Console) -> StackSta
     with Live(console=screen, refresh_per_second=8, transient=True) as live:
         while time.monotonic() < deadline:
             if child.poll() is not None:
-                raise StackFailed(f"the stack has not started:\n{processes.tail(log)}\n(log: {log})")
+                cause = processes.tail(log, 40, begin).removeprefix("rollgrid: ")
+                raise StackFailed(f"the stack has not started: {cause}")
             state = home.read_state()
             if state is not None and state.supervisor.pid == child.pid:
                 live.update(parts_table(state.parts))

@@ -20,7 +20,8 @@ class Part:
 
     Parts start by `stage`, lowest first, and stop the other way round within `stop_s` seconds.
     `exports` are environment variables for later stages.  A service is ready by its `url`/readyz, a
-    server by its `probe`; `instance` is the name by which a service shows that it is this one that answers.
+    server by its `probe`; `instance` is the name by which a service shows that it is this one that answers,
+    `facts` what it must say of itself beyond being ready.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Part:
     stage: int
     url: str = ""
     instance: str = ""
+    facts: dict[str, str] = dataclasses.field(default_factory=dict)
     argv: tuple[str, ...] = ()
     env: dict[str, str] = dataclasses.field(default_factory=dict, repr=False)
     cwd: Path = Path("/")

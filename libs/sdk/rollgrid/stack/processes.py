@@ -182,11 +182,11 @@ def start(
         )
 
 
-def tail(log: Path, lines: int = 15) -> str:
-    """The end of a log file."""
+def tail(log: Path, lines: int = 15, start: int = 0) -> str:
+    """The end of a log file, of what was written behind byte `start`."""
     try:
         with log.open("rb") as handle:
-            handle.seek(max(0, log.stat().st_size - 16384))
+            handle.seek(max(start, log.stat().st_size - 16384))
             return "\n".join(handle.read().decode("utf-8", "replace").splitlines()[-lines:])
     except OSError:
         return ""

@@ -178,7 +178,7 @@ class RunningPart:
         if status and name != self.part.instance:
             return {"port": f"another program has it: {name}"}, ""
         if status == 200:
-            return {}, ""
+            return {name: str(body.get(name)) for name, value in self.part.facts.items() if body.get(name) != value}, ""
         found = body.get("problems") or {"door": body.get("error", f"HTTP {status}")}
         return {str(name): str(cause) for name, cause in found.items()}, ""
 

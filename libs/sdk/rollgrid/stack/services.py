@@ -7,6 +7,7 @@ import json
 import platform
 import sys
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 from rollgrid.errors import ConfigurationError
@@ -65,13 +66,14 @@ class Ports:
 
 
 class Service(NamedTuple):
-    """One row: `own` are its settings beyond the shared ones, without the prefix."""
+    """One row: `own` are its settings beyond the shared ones, without the prefix; see `Part` for `facts`."""
 
     name: str
     module: str
     stage: int
     own: Mapping[str, str]
     port: str = "HEALTH_PORT"
+    facts: Mapping[str, str] = MappingProxyType({})
 
     @property
     def prefix(self) -> str:
@@ -88,7 +90,7 @@ def service_rows(config: StackConfig, home: Home, suffix: str = "") -> list[Serv
         model["max_model_len"] = config.max_model_len
     rows = [
         Service("checkpoint-sync", "rollgrid_checkpoint_sync", 1, {"MODELS": json.dumps([model])}),
-        Service("trajectory-logger", "rollgrid_trajectory_logger", 2, {}),
+        Service("trajectory-logger", "rollgrid_trajectory_logger", 2, {}, facts={"ledger": "active"}),
         Service("scorer", "rollgrid_scorer", 3, {}),
     ]
     for index, cores in enumerate(core_sets(config.samplers)):
@@ -142,9 +144,17 @@ def build_parts(
             f"{row.prefix}{name}": env[f"{row.prefix}{name}"] for name in OVERRIDABLE if f"{row.prefix}{name}" in env
         }
         part = Part(
-            name=row.name, kind="service", stage=row.stage, url=f"http://{LOOPBACK}:{number}",
-            instance=instance, argv=(sys.executable, "-m", row.module), env={**shared, **named}, cwd=home.root, stop_s=DRAIN_S + 10.0,
-        )  # fmt: skip
+            name=row.name,
+            kind="service",
+            stage=row.stage,
+            url=f"http://{LOOPBACK}:{number}",
+            instance=instance,
+            facts=dict(row.facts) if alone else {},  # elsewhere another machine's ledger may be the active one
+            argv=(sys.executable, "-m", row.module),
+            env={**shared, **named},
+            cwd=home.root,
+            stop_s=DRAIN_S + 10.0,
+        )
         services.append(part)
     ports.save()
     return servers + services
