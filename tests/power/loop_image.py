@@ -1,7 +1,9 @@
 """A file system inside a file.  Copying the file copies what a disk would hold at a power cut.
 
 What processes wrote and did not flush is in the page cache of the inner file system, which the
-image does not show.  It needs root and loop devices.
+image does not show: it is mounted so that nothing but a flush writes its journal (`commit=`).  What
+had reached the device unflushed does survive: the device is modelled without a cache of its own.
+It needs root and loop devices.
 """
 
 from __future__ import annotations
@@ -10,11 +12,20 @@ import contextlib
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from tests.support.servers import scratch
 from tests.support.waiting import wait_until
+
+OPTIONS = "loop,commit=600,noinit_itable,noatime"
+CHUNK = 4 * 2**20
+COPIES = 5
+
+
+class TornCopy(RuntimeError):
+    """The image kept changing while it was copied, so no copy is what a disk held at one moment."""
 
 
 def unavailable() -> str | None:
@@ -33,7 +44,7 @@ def unavailable() -> str | None:
 
 
 class LoopDisk:
-    """An ext4 image mounted at `mount_point`.  `cut` swaps it for a copy made at this moment."""
+    """An ext4 image mounted at `mount_point`; `copy` and `mount_copy` swap it for what a cut leaves."""
 
     def __init__(self, folder: Path, megabytes: int) -> None:
         self.folder, self.megabytes = folder, megabytes
@@ -49,20 +60,36 @@ class LoopDisk:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.unmount()
+        """Nothing stays mounted, whatever still holds a file there."""
+        try:
+            self.unmount()
+        except TimeoutError:
+            _run("umount", "-l", str(self.mount_point))
+            raise
 
     def copy(self) -> None:
-        """What the disk holds now; every writer must be stopped (SIGSTOP) meanwhile."""
-        _run("cp", "--sparse=always", str(self._image), str(self.folder / "b.img"))
+        """What the disk holds at one moment; every writer must be stopped (SIGSTOP) meanwhile.
+
+        The kernel is not stopped.  A copy counts when, read again, the image still equals it: every
+        block then was as copied at the moment between the two readings.  Raises TornCopy.
+        """
+        copied = self.folder / "b.img"
+        for _ in range(COPIES):
+            _run("cp", "--sparse=always", str(self._image), str(copied))
+            if same_bytes(self._image, copied):
+                return
+            time.sleep(0.2)  # the kernel is writing back; it has nothing new to write
+        raise TornCopy(f"{self._image} changed during each of {COPIES} copies")
 
     def mount_copy(self) -> None:
         """After `copy`, and after every process has left the disk: the power is back."""
         self.unmount()
+        self._image.unlink()
         self._image = self.folder / "b.img"
         self._mount()
 
     def _mount(self) -> None:
-        _run("mount", "-o", "loop", str(self._image), str(self.mount_point))
+        _run("mount", "-o", OPTIONS, str(self._image), str(self.mount_point))
         self._mounted = True
 
     def unmount(self) -> None:
@@ -83,6 +110,32 @@ class LoopDisk:
 def loop_disk(megabytes: int) -> Iterator[LoopDisk]:
     with scratch("power") as folder, LoopDisk(folder, megabytes) as disk:
         yield disk
+
+
+def same_bytes(one: Path, other: Path) -> bool:
+    """Whether two sparse files of equal length hold the same; what is a hole in both is not read."""
+    with one.open("rb") as first, other.open("rb") as second:
+        length = os.fstat(first.fileno()).st_size
+        if os.fstat(second.fileno()).st_size != length:
+            return False
+        for start, end in sorted({*_extents(first.fileno(), length), *_extents(second.fileno(), length)}):
+            for offset in range(start, end, CHUNK):
+                size = min(CHUNK, end - offset)
+                if os.pread(first.fileno(), size, offset) != os.pread(second.fileno(), size, offset):
+                    return False
+    return True
+
+
+def _extents(file: int, length: int) -> Iterator[tuple[int, int]]:
+    """[start, end) of every stretch that is no hole."""
+    end = 0
+    while end < length:
+        try:
+            start = os.lseek(file, end, os.SEEK_DATA)
+        except OSError:  # ENXIO: holes up to the end
+            return
+        end = os.lseek(file, start, os.SEEK_HOLE)
+        yield start, end
 
 
 def _run(*argv: str) -> None:

@@ -38,6 +38,7 @@ class StackPlan(NamedTuple):
     service_env: Mapping[str, Mapping[str, str]] = {}
     folder: Path | None = None
     nats_store: Path | None = None
+    nats_sync: str = "always"
     weed_data: Path | None = None
     weed_durable: bool = False
 
@@ -65,7 +66,7 @@ class Stack:
 
     def __init__(self, plan: StackPlan, folder: Path) -> None:
         self.plan, self.folder = plan, folder
-        self.nats = NatsServer(folder / "nats", store=plan.nats_store)
+        self.nats = NatsServer(folder / "nats", store=plan.nats_store, sync=plan.nats_sync)
         self.valkey = ValkeyServer(folder / "valkey")
         self.weed = SeaweedServer(folder / "weed", data=plan.weed_data, durable=plan.weed_durable)
         self.bucket = new_bucket()
@@ -117,14 +118,18 @@ class Stack:
 
     def start(self) -> None:
         """Servers, then all services at once; returns when each is ready."""
-        for server in (self.nats, self.valkey, self.weed):
-            server.start()
-        for server in (self.nats, self.valkey, self.weed):
-            server.wait_ready(40)
+        self.start_servers()
         for service in self.services.values():
             service.start()
         for service in self.services.values():
             service.wait_ready(self.ready_s(service))
+
+    def start_servers(self) -> None:
+        """The three servers alone; `heal` starts the services."""
+        for server in (self.nats, self.valkey, self.weed):
+            server.start()
+        for server in (self.nats, self.valkey, self.weed):
+            server.wait_ready(40)
 
     def ready_s(self, service: ServiceProcess) -> float:
         return 180.0 if service.service == "sampler" and self.plan.engine == "vllm" else 60.0
