@@ -209,12 +209,13 @@ class Run:
         if not self.pending:
             return
         close = self.pending.pop(self.rng.randrange(len(self.pending)))
+        closed = close.closed
         assert close.group_id not in self.records, "closed twice"
-        counts = tuple(count_statuses(close.closed.entries).values())
-        assert sum(counts) == close.closed.n
-        read = ClosedRead(close.group_id, close.closed.batch_id, close.subject, len(self.stream) + 1, counts, 1.0)
+        counts = tuple(count_statuses(closed.entries).values())
+        assert sum(counts) == closed.n
+        read = ClosedRead(close.group_id, closed.batch_id, close.subject, len(self.stream) + 1, counts, 1.0)
         self.stream.append(read)
-        self.records[close.group_id] = close.closed
+        self.records[close.group_id] = closed
         if self.rng.random() < 0.8:
             self.take(self.ledger.closed(read))
         else:  # killed between the append and what follows it

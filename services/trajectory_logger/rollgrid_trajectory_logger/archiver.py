@@ -63,6 +63,7 @@ class Archiver:
         self._bytes = 0
         self._since = 0.0
         self._acks: dict[int, str] = {}
+        self._pending = 0
         self.archived_to = 0
         self.read_to = 0
         self.known = False
@@ -127,6 +128,7 @@ class Archiver:
     # -- reading ------------------------------------------------------------------------------
 
     async def _take(self, delivery: Delivery) -> None:
+        self._pending = delivery.pending
         if delivery.sequence <= self.archived_to:
             await delivery.ack()
             return
@@ -264,7 +266,8 @@ class Archiver:
 
     @property
     def facts(self) -> dict[str, Any]:
-        return {"archived_to": self.archived_to, "archive_buffered": len(self._buffer)}
+        """`archive_lag` counts closes that are stored and not yet behind a manifest."""
+        return {"archived_to": self.archived_to, "archive_lag": self._pending + len(self._buffer)}
 
 
 def _archived_close(seq: int, group: GroupClosed) -> ArchivedClose:

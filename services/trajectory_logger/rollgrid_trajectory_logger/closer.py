@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from rollgrid_contracts import codec
-from rollgrid_contracts.jobs import Priority
+from rollgrid_contracts.jobs import Priority, SampleGroup
 from rollgrid_contracts.samples import BlobRef, SampleStatus
 from rollgrid_contracts.topology import INLINE_LIMIT, TRAJECTORIES, Header
 from rollgrid_contracts.trajectories import GroupClosed, count_statuses
@@ -58,29 +59,25 @@ def read_headers(subject: str, seq: int, headers: dict[str, str], at: float) -> 
 
 @dataclass(slots=True, eq=False)
 class Pending:
-    """A close to append: `payload` is its body or, when that is large, its claim check in S3."""
+    """A close to append.  `payload` is its body or, when that is large, its claim check; made when its turn comes."""
 
-    group_id: str
-    batch_id: str
-    subject: str
-    headers: dict[str, str]
-    payload: bytes
-    reason: str
+    close: Close
     decided: float
-    counts: tuple[int, ...]
+    payload: bytes | None = None
+    headers: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class RunQueue:
-    """Closes of one run waiting to be appended.
+    """Closes of one run waiting to be appended, by group.
 
     `tail` is the last sequence of its subject, as far as known.  `most` closes go into one append:
     fewer while the stream is full, because what is left of it may hold a few.
     """
 
-    tail: int = 0
-    most: int = 1
-    waiting: list[Pending] = field(default_factory=list)
+    tail: int
+    most: int
+    waiting: dict[str, Pending] = field(default_factory=dict)
     busy: bool = False
 
 
@@ -99,7 +96,9 @@ class Closer:
         self._bus, self._blobs, self._authority, self._settings = bus, blobs, authority, settings
         self._on_closed = on_closed
         self._runs = {subject: RunQueue(tail, settings.close_batch) for subject, tail in tails.items()}
-        self._large: list[Close] = []
+        self._ready: set[str] = set()
+        self._large: list[Pending] = []
+        self._uploading: dict[str, Pending] = {}
         self._uploads = asyncio.Semaphore(UPLOADS_AT_ONCE)
         self._wake = asyncio.Event()
         self._hurry = False
@@ -111,16 +110,12 @@ class Closer:
         """Why closes cannot be stored right now."""
 
     def add(self, close: Close) -> None:
-        payload = codec.encode(close.closed)
         self.backlog += 1
         if self.backlog >= self._settings.close_backlog:
             self.room.clear()
-        if len(payload) > INLINE_LIMIT:
-            self._large.append(close)
-        else:
-            self._queue(close, payload, headers_of(close.closed))
-        self._hurry = self._hurry or close.closed.priority is Priority.INTERACTIVE
-        self._wake.set()
+        source = close.group.source
+        self._hurry = self._hurry or (isinstance(source, SampleGroup) and source.priority is Priority.INTERACTIVE)
+        self._queue(Pending(close, time.monotonic()))
 
     async def run(self) -> None:
         """Append for ever.  Raises LeaseLost when another ledger is found to have taken over."""
@@ -133,42 +128,41 @@ class Closer:
                     await asyncio.sleep(self._settings.close_linger_s)
                 self._hurry = False
                 large, self._large = self._large, []
-                for close in large:
-                    tasks.create_task(self._upload(close))
-                for subject, run in self._runs.items():
+                for item in large:
+                    tasks.create_task(self._upload(item))
+                ready, self._ready = self._ready, set()
+                for subject in ready:
+                    run = self._runs[subject]
                     if run.waiting and not run.busy:
                         run.busy = True
                         tasks.create_task(self._append_all(subject, run, gate))
 
-    def _queue(self, close: Close, payload: bytes, headers: dict[str, str]) -> None:
-        closed = close.closed
-        run = self._runs.setdefault(close.subject, RunQueue(0, self._settings.close_batch))
-        run.waiting.append(
-            Pending(
-                closed.group_id,
-                closed.batch_id,
-                close.subject,
-                headers,
-                payload,
-                closed.reason.value,
-                time.monotonic(),
-                parse_counts(headers[Header.COUNTS.value]),
-            )
-        )
+    def _queue(self, item: Pending) -> None:
+        subject = item.close.subject
+        run = self._runs.get(subject)
+        if run is None:
+            run = self._runs[subject] = RunQueue(0, self._settings.close_batch)
+        run.waiting[item.close.group_id] = item
+        self._ready.add(subject)
+        self._wake.set()
 
-    async def _upload(self, close: Close) -> None:
+    async def _upload(self, item: Pending) -> None:
         """A large close goes to S3 first, beside the small ones: a stalled S3 holds back no others."""
         ref: BlobRef | None = None
         async with self._uploads:
-            payload = codec.encode(close.closed)
+            closed = item.close.closed
+            body = codec.encode(closed)
             while ref is None:
                 try:
-                    ref = await self._blobs.put_payload(payload)
+                    ref = await self._blobs.put_payload(body)
                 except StorageError as error:
-                    log.warning("close_not_uploaded", group=close.group_id, error=error.message)
+                    log.warning("close_not_uploaded", group=closed.group_id, error=error.message)
                     await asyncio.sleep(RETRY_S)
-        self._queue(close, codec.encode(ref), headers_of(close.closed) | {Header.CLAIM.value: ref.sha256})
-        self._wake.set()
+        if self._uploading.pop(closed.group_id, None) is None:
+            return  # a rival closed it meanwhile
+        item.payload = codec.encode(ref)
+        item.headers = headers_of(closed) | {Header.CLAIM.value: ref.sha256}
+        self._queue(item)
 
     async def _append_all(self, subject: str, run: RunQueue, gate: asyncio.Semaphore) -> None:
         try:
@@ -180,6 +174,8 @@ class Closer:
 
     async def _append(self, subject: str, run: RunQueue) -> None:
         batch = self._take(run)
+        if not batch:
+            return
         try:
             items = [Outgoing(subject, item.payload, item.headers) for item in batch]
             sequences = await self._bus.publish_batch(items, expected_last=run.tail)
@@ -200,31 +196,45 @@ class Closer:
             self.problem = None
             run.most = min(2 * run.most, self._settings.close_batch)
             metrics.CLOSES_PER_APPEND.observe(len(batch))
+            now = time.time()
             for item, seq in zip(batch, sequences, strict=True):
-                self._stored(run, item, seq)
+                self._stored(run, read_headers(subject, seq, item.headers, now))
 
     def _take(self, run: RunQueue) -> list[Pending]:
         """What goes into one append; it stays in `waiting` until it is known to be stored."""
-        size, count = 0, 0
-        for item in run.waiting[: run.most]:
+        size = 0
+        batch: list[Pending] = []
+        for group_id, item in list(itertools.islice(run.waiting.items(), run.most)):
+            if item.payload is None:
+                closed = item.close.closed
+                item.payload, item.headers = codec.encode(closed), headers_of(closed)
+                if len(item.payload) > INLINE_LIMIT:
+                    item.payload = None
+                    del run.waiting[group_id]
+                    self._uploading[group_id] = item
+                    self._large.append(item)
+                    self._wake.set()
+                    continue
             size += len(item.payload)
-            if count and size > self._settings.close_batch_bytes:
+            if batch and size > self._settings.close_batch_bytes:
                 break
-            count += 1
-        return run.waiting[:count]
+            batch.append(item)
+        return batch
 
-    def _stored(self, run: RunQueue, item: Pending, seq: int) -> None:
-        run.tail = max(run.tail, seq)
-        run.waiting.remove(item)
-        self.backlog -= 1
-        if self.backlog < self._settings.close_backlog:
-            self.room.set()
-        metrics.CLOSED.labels(item.reason).inc()
-        for status, count in zip(SampleStatus, item.counts, strict=True):
-            if count:
-                metrics.ENTRIES.labels(status.value).inc(count)
-        metrics.CLOSE_SECONDS.observe(time.monotonic() - item.decided)
-        self._on_closed(ClosedRead(item.group_id, item.batch_id, item.subject, seq, item.counts, time.time()))
+    def _stored(self, run: RunQueue, read: ClosedRead) -> None:
+        run.tail = max(run.tail, read.seq)
+        item = run.waiting.pop(read.group_id, None) or self._uploading.pop(read.group_id, None)
+        if item is not None:
+            self.backlog -= 1
+            if self.backlog < self._settings.close_backlog:
+                self.room.set()
+            ending = item.close.group.ending
+            metrics.CLOSED.labels(ending.reason.value if ending else "").inc()
+            metrics.CLOSE_SECONDS.observe(time.monotonic() - item.decided)
+            for status, count in zip(SampleStatus, read.counts, strict=True):
+                if count:
+                    metrics.ENTRIES.labels(status.value).inc(count)
+        self._on_closed(read)
 
     async def _reread(self, subject: str, run: RunQueue) -> None:
         """Learn what really is on the run's subject behind the tail: our own lost acks, or a rival's closes."""
@@ -253,11 +263,7 @@ class Closer:
         except (KeyError, ValueError) as error:
             log.error("not_a_close", subject=subject, seq=message.sequence, error=repr(error))
             return
-        mine = next((item for item in run.waiting if item.group_id == read.group_id), None)
-        if mine is not None:
-            self._stored(run, mine, message.sequence)
-        else:
-            self._on_closed(read)
+        self._stored(run, read)
 
     def _hold(self, problem: str) -> None:
         if self.problem is None:

@@ -21,7 +21,7 @@ from rollgrid_contracts.scoring import SamplesScored
 from rollgrid_contracts.trajectories import CloseReason, GroupClosed, Superseded
 
 from .closed_index import ClosedIndex, ClosedRead, has_missing
-from .open_group import OpenGroup
+from .open_group import Ending, OpenGroup
 
 Event = SamplesFinished | SamplesScored | GroupsCancelled | SessionForked | SessionEnded
 
@@ -30,11 +30,24 @@ SUPERSEDED_KEPT = 10_000
 
 
 class Close(NamedTuple):
-    """Append this close to its run's subject."""
+    """Append the record of this group to its run's subject.
 
-    group_id: str
-    subject: str
-    closed: GroupClosed
+    The record is made when it is written: ten thousand groups of one cancel cost little until then.
+    """
+
+    group: OpenGroup
+
+    @property
+    def group_id(self) -> str:
+        return self.group.source.group_id
+
+    @property
+    def subject(self) -> str:
+        return self.group.subject
+
+    @property
+    def closed(self) -> GroupClosed:
+        return self.group.record()
 
 
 class Settle(NamedTuple):
@@ -120,7 +133,7 @@ class Ledger:
         while self._deadlines and self._deadlines[0][0] <= until:
             _, group_id = heapq.heappop(self._deadlines)
             group = self.open.get(group_id)
-            if group is not None and group.closing is None:
+            if group is not None and group.ending is None:
                 decisions.append(self._close(group, CloseReason.EXPIRED, now))
         return decisions
 
@@ -208,7 +221,7 @@ class Ledger:
             why = "group has closed" if event.group_id in self.index.groups else "unknown group"
         elif (group.source.tenant, group.source.run) != (event.tenant, event.run):
             why = "another tenant's or run's group"
-        elif group.closing is not None:
+        elif group.ending is not None:
             why = "group has closed"
         else:
             return self._fold(group, seq, event, now)
@@ -259,7 +272,7 @@ class Ledger:
         decisions: list[Decision] = []
         for group_id in wanted:
             group = self.open.get(group_id)
-            if group is None or group.closing is not None:
+            if group is None or group.ending is not None:
                 continue
             if (group.source.tenant, group.source.run) != (event.tenant, event.run):
                 continue
@@ -270,9 +283,8 @@ class Ledger:
         return decisions
 
     def _close(self, group: OpenGroup, reason: CloseReason, now: float, message: str | None = None) -> Close:
-        closed = group.close(reason, now, self.epoch, message)
-        group.closing = closed
-        return Close(closed.group_id, group.subject, closed)
+        group.ending = Ending(reason, now, self.epoch, message)
+        return Close(group)
 
     def _is_refusal(self, event: SamplesFinished) -> bool:
         """Ingest refuses a queue job without ever making it a job: one event with n failed samples."""

@@ -30,6 +30,15 @@ class Winner(NamedTuple):
     engine: str
 
 
+class Ending(NamedTuple):
+    """How a group was decided to end, at UNIX second `at`; nothing is folded into it any more."""
+
+    reason: CloseReason
+    at: float
+    epoch: int
+    message: str | None = None
+
+
 @dataclass(slots=True, eq=False)
 class OpenGroup:
     """Folded state.  `source` is the job that opened it, or the event by which ingest refused it.
@@ -48,7 +57,7 @@ class OpenGroup:
     turn_jobs: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     first_finish: SamplesFinished | None = None
     need: int = 0
-    closing: GroupClosed | None = None
+    ending: Ending | None = None
 
     @property
     def n(self) -> int:
@@ -146,8 +155,10 @@ class OpenGroup:
 
     # -- ending -------------------------------------------------------------------------------
 
-    def close(self, reason: CloseReason, now: float, epoch: int, message: str | None = None) -> GroupClosed:
-        """The terminal record; indexes without a finish end as `reason` says, with `message` as their error."""
+    def record(self) -> GroupClosed:
+        """The terminal record of a decided group; indexes without a finish end as the decision says."""
+        assert self.ending is not None
+        reason, now, epoch, message = self.ending
         entries = tuple(self._entry(index, reason, message) for index in range(self.n))
         source = self.source
         finish = self.first_finish
