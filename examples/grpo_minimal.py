@@ -1,4 +1,4 @@
-"""GRPO in sixty lines: this program owns the model, the optimizer and the reward; rollgrid samples.
+"""GRPO in a sixty-line loop (`rollouts` and `train`): the trainer is here, rollgrid only samples.
 
     python examples/grpo_minimal.py
 

@@ -48,6 +48,11 @@ class AsyncBatch:
         """Group ids in the order of the tasks."""
         return self._accepted.group_ids
 
+    @property
+    def samples(self) -> int:
+        """How many samples were submitted; 0 for a handle made of an id."""
+        return self._accepted.n
+
     def groups(
         self, *, cursor: int | CursorFile | None = None, timeout: float | None = None
     ) -> AsyncGenerator[Group, None]:

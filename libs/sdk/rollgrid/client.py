@@ -57,6 +57,11 @@ class Batch:
         """Group ids in the order of the tasks."""
         return self._accepted.group_ids
 
+    @property
+    def samples(self) -> int:
+        """How many samples were submitted; 0 for a handle made of an id."""
+        return self._accepted.n
+
     def groups(
         self, *, cursor: int | CursorFile | None = None, timeout: float | None = None
     ) -> Generator[Group, None, None]:
@@ -159,8 +164,10 @@ class Client:
     ) -> Batch:
         """Submit a batch of tasks, `n` samples each; returns once it is durably accepted.
 
-        `sampling` takes vLLM's names and must say `max_tokens`.  `deadline_s` seconds from now whatever
-        is missing closes as `expired`.  `policy` may be left out where one is served only.
+        `sampling` takes vLLM's names and must say `max_tokens`; a task given as a mapping may override
+        `n`, `sampling`, `scorers` and `deadline_s`.  `deadline_s` seconds from now whatever is missing
+        closes as `expired`.  `policy` may be left out where one is served only.  `weights` demands
+        `{"min_version": 3}`, `{"exact_version": 3}` or `{"max_staleness": 2}`.
 
         A submission is sent with an idempotency key, a random one unless given, so a retry never
         duplicates it; give one that your trainer can make again (step, batch number) and a restarted

@@ -10,6 +10,7 @@ from .errors import ConfigurationError
 
 URL_VARIABLE = "ROLLGRID_URL"
 KEY_VARIABLE = "ROLLGRID_API_KEY"
+PATIENCE_VARIABLE = "ROLLGRID_PATIENCE_S"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +43,18 @@ def resolve(base_url: str | None = None, api_key: str | None = None) -> Endpoint
     if parts.scheme not in ("http", "https") or not parts.netloc:
         raise ConfigurationError(f"{url!r} is not an http or https URL")
     return Endpoint(url.rstrip("/").removesuffix("/v1"), key)
+
+
+def patience_s() -> float:
+    """How long a command tries to reach the server: $ROLLGRID_PATIENCE_S, else 15 seconds.
+
+    Following a batch or run bears the longer outages of `Retries` all the same.
+    """
+    text = os.environ.get(PATIENCE_VARIABLE, "15")
+    try:
+        return float(text)
+    except ValueError as error:
+        raise ConfigurationError(f"{PATIENCE_VARIABLE} is {text!r}, not a number of seconds") from error
 
 
 def _same(left: str, right: str) -> bool:

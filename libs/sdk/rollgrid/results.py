@@ -178,9 +178,13 @@ class Group:
         return counts
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-compatible: the wire record (arrays as lists) and the cursor."""
+        """JSON-compatible: the wire record (arrays as lists) and the cursor.
+
+        Fields at their default are left out, but `position` and, in every entry, `reward` (None = null).
+        """
         record: dict[str, Any] = codec.to_builtins(self.closed)
-        return {"cursor": self.cursor, **record}
+        entries = [{"reward": None, **entry} for entry in record["entries"]]
+        return {"cursor": self.cursor, "position": self.position, **record, "entries": entries}
 
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> Group:

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import msgspec
 import numpy as np
 from rollgrid_contracts.arrays import PackedArray
-from rollgrid_contracts.jobs import SamplingParams, WeightConstraint
+from rollgrid_contracts.jobs import SamplingParams, VersionRule, WeightConstraint
 from rollgrid_contracts.scoring import ScorerSpec
 
 TaskLike: TypeAlias = "str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any] | np.ndarray[Any, Any]"
@@ -41,6 +41,13 @@ def scorer_body(scorer: ScorerLike) -> dict[str, Any]:
     return {"name": scorer.get("type"), **scorer}
 
 
+def _weights_body(weights: WeightConstraint | Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """`{"min_version": 3}` and the like; None for the latest."""
+    if isinstance(weights, WeightConstraint):
+        return None if weights.rule is VersionRule.LATEST else {weights.rule.value: weights.value}
+    return None if weights is None else dict(weights)
+
+
 def submission(
     tasks: Iterable[TaskLike],
     *,
@@ -61,7 +68,7 @@ def submission(
         "deadline_s": deadline_s,
         "priority": priority,
         "metadata": None if metadata is None else dict(metadata),
-        "weights": weights,
+        "weights": _weights_body(weights),
         "reward_formula": reward_formula,
     }
     body = {

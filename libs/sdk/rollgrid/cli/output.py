@@ -17,13 +17,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from rollgrid.errors import ConfigurationError, DeadlineExceeded, RollgridAPIError, RollgridError, Unreachable
+from rollgrid.errors import (
+    ConfigurationError,
+    DeadlineExceeded,
+    GroupOpen,
+    RollgridAPIError,
+    RollgridError,
+    Unreachable,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from rollgrid.client import Client
-    from rollgrid.discovery import Endpoint
 
 
 class Exit(enum.IntEnum):
@@ -58,9 +64,12 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def connect(url: str | None) -> Client:
+    """A client that gives up on a silent server soon: somebody waits at a terminal."""
     from rollgrid.client import Client
+    from rollgrid.discovery import patience_s
+    from rollgrid.transport import Retries
 
-    return Client(url)
+    return Client(url, retries=Retries(budget_s=patience_s()))
 
 
 def usage_error(message: str, parameter: str | None = None) -> typer.BadParameter:
@@ -79,7 +88,7 @@ def parse_json_object(text: str, parameter: str) -> dict[str, Any]:
 
 
 def _code(error: RollgridError) -> Exit:
-    if isinstance(error, RollgridAPIError):
+    if isinstance(error, (RollgridAPIError, GroupOpen)):
         return Exit.REFUSED
     if isinstance(error, DeadlineExceeded):
         return Exit.TIMEOUT
@@ -118,7 +127,3 @@ def guarded() -> Iterator[None]:
         # The reader of a pipe (head) has gone: nothing is wrong, and nothing may be written at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(int(Exit.OK)) from None
-
-
-def endpoint_line(endpoint: Endpoint) -> str:
-    return f"server {endpoint.url}"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import pathlib
 import sys
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import typer
 
@@ -15,20 +16,25 @@ from .output import Exit, JsonOption, UrlOption, connect, console, emit, parse_j
 
 if TYPE_CHECKING:
     from rollgrid.client import Batch
+    from rollgrid.results import Group
 
     from .tally import Tally
 
 app = typer.Typer(no_args_is_help=True, help="Submit tasks and follow them.")
 
 _PROMPT_FIELDS = ("prompt", "messages", "prompt_token_ids")
-_TASK_FIELDS = (*_PROMPT_FIELDS, "task", "metadata")
+_TASK_FIELDS = (
+    *_PROMPT_FIELDS, "n", "sampling", "scorers", "deadline_s", "tools", "chat_template_kwargs", "add_special_tokens",
+    "task", "metadata",
+)  # fmt: skip
 
 
 def read_tasks(path: str) -> list[Any]:
     """The tasks of a JSON-lines file ("-" is stdin): one text, id list, message list or object a line.
 
-    An object has one of `prompt`, `messages`, `prompt_token_ids`; fields beside those, `task` and
-    `metadata` are added to its `task`, where scorers find them ({"prompt": "2+2=", "answer": "4"}).
+    An object has one of `prompt`, `messages`, `prompt_token_ids`, and may have the other fields of a
+    task (docs/reference/http.md); fields that are none of those are added to its `task`, where scorers
+    find them: {"prompt": "2+2=", "answer": "4"}.
     """
     try:
         lines = (sys.stdin if path == "-" else open(path, encoding="utf-8")).readlines()  # noqa: SIM115 read at once
@@ -107,13 +113,15 @@ def submit(
             priority=priority, metadata=parse_json_object(metadata, "--metadata") if metadata else None,
             idempotency_key=idempotency_key,
         )  # fmt: skip
-        accepted = {"batch_id": batch.batch_id, "run": batch.run, "groups": len(tasks), "samples": len(tasks) * n}
+        accepted = {"batch_id": batch.batch_id, "run": batch.run, "groups": len(tasks), "samples": batch.samples}
         if as_json:
             emit({"event": "accepted", **accepted, "cursor": batch.cursor, "group_ids": batch.group_ids})
         else:
-            console(stderr=True).print(f"accepted {batch.batch_id}: {len(tasks)} tasks x {n} samples, run {batch.run}")
+            console(stderr=True).print(
+                f"accepted {batch.batch_id}: {len(tasks)} tasks, {batch.samples} samples, run {batch.run}"
+            )
         if follow:
-            _follow(batch, len(tasks) * n, cursor_file, output, timeout, as_json)
+            _follow(batch, batch.samples, cursor_file, output, timeout, as_json)
         elif not as_json:
             print(batch.batch_id)
 
@@ -151,7 +159,7 @@ def _follow(
     tally = Tally()
     groups = batch.groups(cursor=CursorFile(cursor_file) if cursor_file else None, timeout=timeout)
     seen = followed(batch, groups, tally, samples, console(stderr=True))
-    with contextlib.closing(groups), _sink(output) as write:
+    with contextlib.closing(groups), _sink(output, durable=cursor_file is not None) as write:
         for group in seen:
             write(group)
             if as_json:
@@ -162,15 +170,39 @@ def _follow(
 
 
 @contextlib.contextmanager
-def _sink(path: pathlib.Path | None) -> Iterator[Any]:
-    """Appends groups to `path` as JSON lines, each on disk before its cursor is committed."""
+def _sink(path: pathlib.Path | None, *, durable: bool) -> Iterator[Callable[[Group], None]]:
+    """Appends groups to `path` as JSON lines; `durable` ones are on disk before their cursor is committed."""
     import msgspec
 
     if path is None:
         yield lambda group: None
         return
-    with open(path, "ab", buffering=0) as file:
-        yield lambda group: file.write(msgspec.json.encode(group.to_dict()) + b"\n")
+    with open(path, "a+b") as file:
+        _drop_torn_line(file)
+
+        def write(group: Group) -> None:
+            file.write(msgspec.json.encode(group.to_dict()) + b"\n")
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+
+        yield write
+
+
+def _drop_torn_line(file: BinaryIO) -> None:
+    """Cut what a crash left behind the last whole line: that group comes again."""
+    end = file.seek(0, os.SEEK_END)
+    kept = end
+    while kept:
+        start = max(0, kept - 65536)
+        file.seek(start)
+        newline = file.read(kept - start).rfind(b"\n")
+        if newline >= 0:
+            kept = start + newline + 1
+            break
+        kept = start
+    if kept != end:
+        file.truncate(kept)
 
 
 def _summarise(tally: Tally, as_json: bool) -> None:

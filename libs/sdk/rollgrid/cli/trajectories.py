@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import importlib.util
 import itertools
 import pathlib
 from collections.abc import Iterable
@@ -138,6 +139,8 @@ def export(
     """Write everything that has closed in RUN to a file: JSON lines (a group each) or Parquet (a sample each)."""
     from rollgrid import export as writer
 
+    if importlib.util.find_spec("pyarrow") is None and output.suffix == ".parquet":
+        raise usage_error("Parquet needs pyarrow: pip install 'rollgrid[export]'", "--output")
     chosen = form or (Format.PARQUET if output.suffix == ".parquet" else Format.JSONL)
     with connect(url) as client:
         groups = client.trajectories(run, cursor=cursor, follow=False)
