@@ -97,7 +97,7 @@ class StormClient:
         self, key: str, groups: int, n: int, *, give_up_s: float = GIVE_UP_S, prompt: int = 4, **options: Any
     ) -> tuple[str, tuple[str, ...]] | None:
         """A batch through `/v1/rollouts`, `prompt` tokens each; its id and groups once accepted."""
-        body = {
+        body: dict[str, Any] = {
             "run": self.run,
             "policy": POLICY,
             "n": n,

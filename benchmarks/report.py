@@ -1,0 +1,40 @@
+"""How a measurement is printed and kept."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+RESULTS = Path(__file__).parent / "results"
+
+
+class Result(NamedTuple):
+    """`figures` by name; names that begin with `cpu_` are CPU seconds of one part."""
+
+    name: str
+    setting: dict[str, Any]
+    figures: dict[str, float]
+
+
+def print_result(result: Result) -> None:
+    print(f"\n{result.name}   ({', '.join(f'{key} {value}' for key, value in result.setting.items())})")
+    for key, value in result.figures.items():
+        if not key.startswith("cpu_") or key.startswith("cpu_ms"):
+            print(f"  {key:28s} {value:12,.2f}")
+    parts = {key[4:]: value for key, value in result.figures.items() if key.startswith("cpu_") and "_ms_" not in key}
+    total = sum(parts.values())
+    if total:
+        print("  where the CPU time goes")
+        for name, seconds in sorted(parts.items(), key=lambda part: -part[1]):
+            print(f"    {name:26s} {seconds:8.2f} s {100 * seconds / total:5.1f} %")
+
+
+def save(result: Result) -> Path:
+    RESULTS.mkdir(exist_ok=True)
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    path = RESULTS / f"{stamp}-{re.sub(r'[^a-z]+', '-', result.name)}.json"
+    path.write_text(json.dumps(result._asdict(), indent=2) + "\n")
+    return path
