@@ -28,13 +28,16 @@ from tests.support.waiting import until, wait_until
 pytestmark = [pytest.mark.power, pytest.mark.slow, pytest.mark.timeout(300)]
 
 WRITERS, OBJECTS = 4, 200
+OPTIONS = "loop,noatime,commit=600"
+"""The file system writes nothing of its own accord: only what was flushed is on the copy."""
+
 SIZES = (3_000, 40_000, 6_000_000)
 """A small object, one inside a chunk, one of several chunks."""
 
 
 def mount(image: Path, target: Path) -> None:
     target.mkdir(exist_ok=True)
-    subprocess.run(["mount", "-o", "loop", str(image), str(target)], check=True)
+    subprocess.run(["mount", "-o", OPTIONS, str(image), str(target)], check=True)
 
 
 @pytest.fixture
