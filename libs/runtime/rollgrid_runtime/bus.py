@@ -11,7 +11,6 @@ import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-import nats
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
@@ -62,6 +61,22 @@ class Outgoing(NamedTuple):
     headers: Mapping[str, str]
 
 
+class _CancellableClient(Client):
+    """A NATS client whose requests honour cancellation.
+
+    `asyncio.wait_for` of Python 3.11, under every nats-py request, drops a cancellation that
+    arrives together with the answer (two in five in a tight loop, measured): a loop of requests
+    then outlives its task group's cancel, and the process never stops.
+    """
+
+    async def request(self, *args: Any, **kwargs: Any) -> Msg:
+        answer: Msg = await super().request(*args, **kwargs)
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise asyncio.CancelledError
+        return answer
+
+
 class Bus:
     """A connection to NATS with typed messages.  Made by `connect`, closed by `close`."""
 
@@ -87,19 +102,19 @@ class Bus:
                 bus.connection_epoch += 1
             log.info("nats_reconnected")
 
-        options: dict[str, Any] = {}
+        client = _CancellableClient()
+        options: dict[str, Any] = {"reconnect_time_wait": 0.25}
         if settings.user is not None:
             options["user"] = settings.user
             options["password"] = settings.password.get_secret_value() if settings.password else ""
         try:
             async with asyncio.timeout(10):
-                client = await nats.connect(
+                await client.connect(
                     settings.url,
                     name=name,
                     error_cb=on_error,
                     reconnected_cb=on_reconnected,
                     max_reconnect_attempts=-1,
-                    reconnect_time_wait=0.25,
                     connect_timeout=2,
                     ping_interval=10,
                     max_outstanding_pings=2,

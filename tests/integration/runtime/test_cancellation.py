@@ -1,0 +1,23 @@
+"""A cancelled loop of requests ends, whenever the cancel comes: without that no service stops reliably."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+from rollgrid_contracts.topology import JOBS
+from rollgrid_runtime.bus import Bus
+
+
+async def test_no_request_swallows_a_cancellation(bus: Bus) -> None:
+    async def ask_for_ever() -> None:
+        while True:
+            await bus.stream_info(JOBS.name)
+
+    for _ in range(200):
+        task = asyncio.create_task(ask_for_ever())
+        await asyncio.sleep(random.random() * 0.004)
+        task.cancel()
+        done, _ = await asyncio.wait({task}, timeout=10)
+        assert done
+        assert task.cancelled()
