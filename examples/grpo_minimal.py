@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-STEPS, TASKS, N, EPOCHS, MARGIN, TOLERANCE = 40, 32, 8, 2, 0.3, 1e-4
+STEPS, TASKS, N, EPOCHS, MARGIN, TOLERANCE = 30, 32, 8, 2, 0.3, 1e-4
 ROLLGRID = shutil.which("rollgrid") or Path(sys.executable).with_name("rollgrid")
 Task = tuple[list[int], list[int]]
 Arrays = dict[str, np.ndarray]

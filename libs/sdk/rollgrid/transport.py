@@ -25,6 +25,8 @@ from .errors import DeadlineExceeded, RollgridAPIError, RollgridError, Unreachab
 T = TypeVar("T")
 
 _UPLOAD_CHUNK = 1 << 20
+_LIMITS = httpx2.Limits(max_connections=1024, max_keepalive_connections=64)
+"""Every iterator that waits holds a connection; the default of 100 would let a hundred of them block the rest."""
 _RETRIED_STATUSES = frozenset({429, 502, 503, 504})
 
 
@@ -132,7 +134,7 @@ class SyncTransport:
     def __init__(self, endpoint: Endpoint, retries: Retries) -> None:
         self.endpoint = endpoint
         self.retries = retries
-        self._http = httpx2.Client(base_url=endpoint.url, headers=_headers(endpoint))
+        self._http = httpx2.Client(base_url=endpoint.url, headers=_headers(endpoint), limits=_LIMITS)
 
     def send(self, call: Call[T], *, budget_s: float | None = None, deadline: float | None = None) -> T:
         """Send until answered.
@@ -171,7 +173,7 @@ class AsyncTransport:
     def __init__(self, endpoint: Endpoint, retries: Retries) -> None:
         self.endpoint = endpoint
         self.retries = retries
-        self._http = httpx2.AsyncClient(base_url=endpoint.url, headers=_headers(endpoint))
+        self._http = httpx2.AsyncClient(base_url=endpoint.url, headers=_headers(endpoint), limits=_LIMITS)
 
     async def send(self, call: Call[T], *, budget_s: float | None = None, deadline: float | None = None) -> T:
         """As `SyncTransport.send`."""
