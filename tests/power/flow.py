@@ -67,12 +67,15 @@ class Flow:
         self._stop.set()
         self.reader.kill()
         self.witness.kill()
+        if not any(thread.is_alive() for thread in self._threads):  # else they give up by themselves, and are daemons
+            self.client.close()
 
     # -- before -----------------------------------------------------------------------------------------
 
     def run(self, seconds: float, *, purged: bool) -> None:
         """Flow for so long, and until a close, a manifest and (if `purged`) a purge have been seen."""
         self.witness.start()
+        wait_until(self.read.exists, 60, "the witness")  # else what is purged early is never read
         self.reader.start()
         for thread in self._threads:
             thread.start()

@@ -38,7 +38,7 @@ def unavailable() -> str | None:
     try:
         with scratch("loop-probe") as folder, LoopDisk(folder, 16) as disk:
             (disk.mount_point / "probe").write_text("x")
-    except (subprocess.CalledProcessError, OSError) as error:
+    except (subprocess.SubprocessError, OSError) as error:
         return f"loop images cannot be mounted here: {getattr(error, 'stderr', None) or error}"
     return None
 
@@ -139,4 +139,8 @@ def _extents(file: int, length: int) -> Iterator[tuple[int, int]]:
 
 
 def _run(*argv: str) -> None:
-    subprocess.run(argv, check=True, capture_output=True, text=True, timeout=60)
+    try:
+        subprocess.run(argv, check=True, capture_output=True, text=True, timeout=60)
+    except subprocess.CalledProcessError as error:
+        error.add_note(str(error.stderr))
+        raise

@@ -47,6 +47,7 @@ class Figures(NamedTuple):
     closes_read: int
     delivered: int
     manifests: int
+    closes_on_copy: int
     purged_to: int
     jobs_on_copy: int
     resurrected: int
@@ -65,6 +66,7 @@ def figures(before: Before, copy: After, lost: Sequence[Violation]) -> Figures:
         closes_read=len(before.witnessed.closes),
         delivered=len(before.delivered),
         manifests=len(before.witnessed.manifests),
+        closes_on_copy=copy.evidence.last_sequence,
         purged_to=copy.evidence.first_sequence - 1,
         jobs_on_copy=len(jobs),
         resurrected=len(jobs & set(closes_of(copy.evidence))),

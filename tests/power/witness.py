@@ -128,6 +128,7 @@ class Witness:
         blobs = Blobs(S3Settings())
         await blobs.ensure_bucket()
         bus = await Bus.connect(NatsSettings(), "witness", blobs)
+        self._write(Purged(first=self._known.first))  # it watches: the flow may begin
         await asyncio.gather(self._closes(bus), self._manifests(bus, blobs))
 
     def _write(self, line: Line) -> None:
