@@ -70,9 +70,10 @@ class _CancellableClient(Client):
     """
 
     async def request(self, *args: Any, **kwargs: Any) -> Msg:
-        answer: Msg = await super().request(*args, **kwargs)
         task = asyncio.current_task()
-        if task is not None and task.cancelling():
+        before = task.cancelling() if task is not None else 0  # not 0 for ever behind a task group that failed
+        answer: Msg = await super().request(*args, **kwargs)
+        if task is not None and task.cancelling() > before:
             raise asyncio.CancelledError
         return answer
 

@@ -45,16 +45,21 @@ class LedgerRole:
         self.problem: str | None = None
 
     async def run(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
         while True:
             try:
                 lease = await self.authority.wait_turn()
                 await self.authority.claim(lease)
                 self.problem = None
                 self.session = LedgerSession(self._bus, self._blobs, self._manifests, self.authority, self._settings)
-                await self.session.run(self.companions)
+                # A task of its own: a failed task group leaves a count of cancels on the task it ran in.
+                await asyncio.create_task(self.session.run(self.companions))
             except* ENDS_A_SESSION as errors:
                 self.problem = "; ".join(sorted({repr(error) for error in _leaves(errors)}))
                 log.warning("ledger_session_ended", epoch=self.authority.epoch, why=self.problem)
+                if task.cancelling():  # the session was cancelled and failed at once: errors go before a cancel
+                    raise asyncio.CancelledError from None
             finally:
                 self.session = None
                 metrics.EPOCH.set(0)

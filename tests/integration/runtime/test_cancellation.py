@@ -21,3 +21,17 @@ async def test_no_request_swallows_a_cancellation(bus: Bus) -> None:
         done, _ = await asyncio.wait({task}, timeout=10)
         assert done
         assert task.cancelled()
+
+
+async def test_requests_work_behind_a_failed_task_group(bus: Bus) -> None:
+    """Such a group leaves its parent task with a pending count of cancels (Python 3.11)."""
+
+    async def fail() -> None:
+        raise LookupError
+
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(fail())
+    except* LookupError:
+        pass
+    assert (await bus.stream_info(JOBS.name)).config.name == JOBS.name
