@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
 from rollgrid_contracts import topology
 from rollgrid_runtime.blobs import Blobs
 from rollgrid_runtime.bus import Bus
@@ -66,9 +67,18 @@ class Reader(Process):
 
 
 def run_storm(
-    plan: StackPlan, load: Load, seed: int, *, faults: Iterator[Fault] | None = None, expect: Expectation | None = None
+    plan: StackPlan,
+    load: Load,
+    seed: int,
+    *,
+    pause_s: tuple[float, float] = (0.3, 2.0),
+    faults: Iterator[Fault] | None = None,
+    expect: Expectation | None = None,
 ) -> Outcome:
-    """Everything the seed decides is decided here; the interleaving is the machine's."""
+    """Everything the seed decides is decided here; the interleaving is the machine's.
+
+    `pause_s` are the shortest and longest time between two faults.
+    """
     draw = random.Random(seed)
     story: list[str] = [f"seed {seed}"]
     began = time.monotonic()
@@ -93,7 +103,7 @@ def run_storm(
         )
         try:
             player.start()
-            storm.play(cards, time.monotonic() + load.over_s, lambda: draw.uniform(0.3, 2.0))
+            storm.play(cards, time.monotonic() + load.over_s, lambda: draw.uniform(*pause_s))
             pipe.heal()
             healed = time.monotonic()
             say("the storm is over; everything runs")
@@ -107,6 +117,8 @@ def run_storm(
             violations += [Violation("client", "", what) for what in client.broken]
             if jobs_left:
                 violations.append(Violation("clean", "RG_JOBS", f"{jobs_left} jobs are left over"))
+            pipe.kill()
+            violations += [Violation("orphan", "", what) for what in orphans(pipe, within_s=2.0)]
             return Outcome(evidence, violations, jobs_left, storm.played, quiet_after_s, story)
         except BaseException:
             print(pipe.logs(), file=sys.stderr)
@@ -115,6 +127,23 @@ def run_storm(
             stop.set()
             reader.kill()
             client.close()
+
+
+def orphans(pipe: Stack, within_s: float) -> list[str]:
+    """Processes of the stack's services that live on after their leaders were killed (engines, verifiers)."""
+    deadline = time.monotonic() + within_s
+    while True:
+        left = [process for process in psutil.process_iter() if _of_stack(process, pipe.bucket)]
+        if not left or time.monotonic() > deadline:
+            return [f"{process.pid} {' '.join(process.cmdline())[:120]}" for process in left]
+        time.sleep(0.1)
+
+
+def _of_stack(process: psutil.Process, bucket: str) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE and process.environ().get("ROLLGRID_S3_BUCKET") == bucket
+    except psutil.Error:
+        return False
 
 
 async def connect(pipe: Stack) -> tuple[Bus, Blobs]:

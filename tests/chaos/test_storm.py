@@ -11,7 +11,6 @@ import pytest
 
 from tests.support.stack import scripted, vllm
 
-from .checker import Expectation
 from .client import Load
 from .storm import run_storm
 
@@ -60,7 +59,7 @@ def test_the_storm_over_real_engines() -> None:
         folder=KEEP,
         env={"ROLLGRID_TRAJECTORY_LOGGER_ARCHIVE_AGE_S": "2", "ROLLGRID_SAMPLER_MAX_STARTS": "50"},
     )
-    load = Load(samples=100, over_s=180, deadline_s=400, workers=4)
-    outcome = run_storm(plan, load, seed(), expect=Expectation(failures=False))
+    load = Load(samples=100, over_s=240, deadline_s=600, max_tokens=400, workers=4)
+    outcome = run_storm(plan, load, seed(), pause_s=(4.0, 10.0))
     print(outcome.report())
     assert not outcome.violations, outcome.report()
