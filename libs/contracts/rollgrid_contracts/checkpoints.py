@@ -86,6 +86,8 @@ class PolicyState(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
 
 
 MANIFEST_NAME = "manifest.json"
+REFUSED_NAME = "refused.json"
+"""Beside the manifest of a version that was refused: the `ErrorInfo` that says why, as JSON."""
 
 
 def version_root(tenant: str, policy: str, version: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+from rollgrid_contracts.failures import ErrorInfo
 from rollgrid_contracts.fleet import WorkerState
 from rollgrid_contracts.trajectories import GroupClosed
 
@@ -108,3 +109,12 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
     policies: tuple[Policy, ...] = ()
     queues: dict[str, dict[str, Any]] = {}
     ledger: dict[str, Any] = {}
+
+
+class Version(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a published version stands: verifying, desired, superseded or refused (with its `error`)."""
+
+    policy: str
+    version: int
+    status: str
+    error: ErrorInfo | None = None

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 from rollgrid_contracts import codec, ids
 
-from .answers import Accepted, BatchProgress, Fleet, GroupAnswer, ModelList, Page, Policy, PolicyList
+from .answers import Accepted, BatchProgress, Fleet, GroupAnswer, ModelList, Page, Policy, PolicyList, Version
 from .errors import GroupOpen, ServerError
 from .results import Group
 from .transport import Call
@@ -103,6 +103,10 @@ def policies() -> Call[tuple[Policy, ...]]:
 
 def policy(name: str) -> Call[Policy]:
     return Call("GET", f"/v1/policies/{_segment(name)}", _reader(Policy))
+
+
+def version(policy: str, number: int) -> Call[Version]:
+    return Call("GET", f"/v1/policies/{_segment(policy)}/versions/{number}", _reader(Version))
 
 
 def fleet() -> Call[Fleet]:

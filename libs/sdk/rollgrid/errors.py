@@ -31,6 +31,17 @@ class DeadlineExceeded(RollgridError, TimeoutError):
     """The time the caller gave ran out.  What was submitted goes on; nothing is lost."""
 
 
+class VersionRefused(RollgridError):
+    """A published version was examined and refused; it will never run.  `code`, `field` and `limit` as in `RollgridAPIError`."""
+
+    def __init__(
+        self, policy: str, version: int, code: str, message: str, field: str | None, limit: str | None
+    ) -> None:
+        super().__init__(f"{policy}@{version} was refused: {message}")
+        self.policy, self.version = policy, version
+        self.code, self.field, self.limit = code, field, limit
+
+
 class CursorMismatch(ConfigurationError):
     """The cursor file belongs to another batch or run, or is damaged."""
 

@@ -14,8 +14,8 @@ import time
 from typing import TYPE_CHECKING
 
 from . import calls
-from .answers import Policy
-from .errors import ConfigurationError, DeadlineExceeded, VersionUnavailable
+from .answers import Policy, Version
+from .errors import ConfigurationError, DeadlineExceeded, VersionRefused, VersionUnavailable
 
 if TYPE_CHECKING:
     from .transport import AsyncTransport, SyncTransport
@@ -72,6 +72,12 @@ def _not_live(policy: Policy, version: int, timeout: float) -> DeadlineExceeded:
     )
 
 
+def _refuse(state: Version) -> None:
+    if state.status == "refused" and state.error is not None:
+        error = state.error
+        raise VersionRefused(state.policy, state.version, error.code, error.message, error.field, error.limit)
+
+
 class _Numbers:
     """Chooses version numbers: beyond the newest the server names, and beyond those tried here.
 
@@ -101,12 +107,19 @@ class PublishedVersion:
         self.version = version
 
     def wait_live(self, timeout: float = 120.0) -> PublishedVersion:
-        """Return once every worker of the policy runs it; raises DeadlineExceeded after `timeout` seconds."""
+        """Return once every worker of the policy runs it.
+
+        Raises:
+            DeadlineExceeded: it does not after `timeout` seconds.
+            VersionRefused: its bytes were examined and refused.
+        """
         deadline = time.monotonic() + timeout
         while True:
             state = self._transport.send(calls.policy(self.policy), deadline=deadline, budget_s=timeout)
             if live_on(state, self.version):
                 return self
+            if state.desired < self.version:
+                _refuse(self._transport.send(calls.version(self.policy, self.version), deadline=deadline))
             if time.monotonic() + _POLL_S > deadline:
                 raise _not_live(state, self.version, timeout)
             time.sleep(_POLL_S)
@@ -163,6 +176,8 @@ class AsyncPublishedVersion:
             state = await self._transport.send(calls.policy(self.policy), deadline=deadline, budget_s=timeout)
             if live_on(state, self.version):
                 return self
+            if state.desired < self.version:
+                _refuse(await self._transport.send(calls.version(self.policy, self.version), deadline=deadline))
             if time.monotonic() + _POLL_S > deadline:
                 raise _not_live(state, self.version, timeout)
             await asyncio.sleep(_POLL_S)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rollgrid_contracts import codec
-from rollgrid_contracts.checkpoints import MANIFEST_NAME, PolicyState, version_root
+from rollgrid_contracts.checkpoints import MANIFEST_NAME, REFUSED_NAME, PolicyState, version_root
 from rollgrid_contracts.failures import ErrorCode
 from rollgrid_runtime.blobs import Blobs
 from rollgrid_runtime.errors import Conflict, RollgridError
@@ -23,7 +23,6 @@ from .register import LocalModel
 from .verify import Refused, verify
 
 log = get_logger(__name__)
-REFUSED = "refused.json"
 
 
 class Handler:
@@ -97,7 +96,7 @@ class Handler:
 
     async def _refuse(self, state: PolicyState, version: int, error: RollgridError) -> None:
         """Record why, once, where `GET /v1/policies/{policy}/versions/{version}` finds it."""
-        where = version_root(state.tenant, state.policy, version) + REFUSED
+        where = version_root(state.tenant, state.policy, version) + REFUSED_NAME
         await self._blobs.create(where, codec.encode(error.info(), codec.JSON))
         log.warning(
             "version_refused",

@@ -18,6 +18,8 @@ from typing import IO, NamedTuple
 import msgspec
 from rollgrid_contracts import subjects
 from rollgrid_contracts.checkpoints import (
+    MANIFEST_NAME,
+    REFUSED_NAME,
     CheckpointKind,
     CheckpointManifest,
     CheckpointPublished,
@@ -26,13 +28,13 @@ from rollgrid_contracts.checkpoints import (
     TensorInfo,
     version_root,
 )
-from rollgrid_contracts.failures import Boundary, ErrorCode
+from rollgrid_contracts.failures import Boundary, ErrorCode, ErrorInfo
 from rollgrid_runtime.blobs import Blobs
 from rollgrid_runtime.bus import Bus
 from rollgrid_runtime.errors import RollgridError, StorageError
 from rollgrid_runtime.logging import get_logger
 
-from .rollout_schema import CommitAnswer, CommitRequest, FileAnswer
+from .rollout_schema import CommitAnswer, CommitRequest, FileAnswer, VersionAnswer
 from .wire import invalid, unsupported
 
 log = get_logger(__name__)
@@ -118,7 +120,7 @@ class Checkpoints:
         check_version(version)
         if request.kind != CheckpointKind.FULL:
             raise unsupported("kind", "only full versions are offered")
-        manifest_key = f"{_root(policy, version)}manifest.json"
+        manifest_key = _root(policy, version) + MANIFEST_NAME
         uploaded = await self._parts(policy, version)
         created = False
         stored = await self._blobs.get(manifest_key)
@@ -138,6 +140,26 @@ class Checkpoints:
         await self._announce(policy, version, manifest_key)
         await self._forget(uploaded)
         return CommitAnswer(policy=policy.policy, version=version, manifest_key=manifest_key, created=created)
+
+    async def status(self, policy: PolicyState, version: int) -> VersionAnswer:
+        """Where a published version stands.  Raises not_found, invalid_request, StorageError."""
+        check_version(version)
+        if version == policy.desired or version in policy.history:
+            state = "desired" if version == policy.desired else "superseded"
+            return VersionAnswer(policy=policy.policy, version=version, status=state)
+        refused = await self._blobs.get(_root(policy, version) + REFUSED_NAME)
+        if refused is not None:
+            error = msgspec.json.decode(refused, type=ErrorInfo)
+            return VersionAnswer(policy=policy.policy, version=version, status="refused", error=error)
+        if await self._blobs.get(_root(policy, version) + MANIFEST_NAME) is None:
+            raise RollgridError(
+                ErrorCode.NOT_FOUND,
+                f"{policy.policy} has no version {version}",
+                boundary=Boundary.WEIGHTS,
+                field="version",
+                limit=f"newest={policy.newest}",
+            )
+        return VersionAnswer(policy=policy.policy, version=version, status="verifying")
 
     async def _parts(self, policy: PolicyState, version: int) -> dict[tuple[str, str], Part]:
         """(name, sha256) → uploaded file."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+from rollgrid_contracts.failures import ErrorInfo
 from rollgrid_contracts.fleet import WorkerState
 from rollgrid_contracts.trajectories import GroupClosed
 
@@ -215,6 +216,18 @@ class CommitAnswer(msgspec.Struct, kw_only=True):
     version: int
     manifest_key: str
     created: bool
+
+
+class VersionAnswer(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """`status`: verifying (published, not yet decided), desired, superseded (was desired once) or refused.
+
+    `error` says why it was refused.
+    """
+
+    policy: str
+    version: int
+    status: str
+    error: ErrorInfo | None = None
 
 
 class QueueAnswer(msgspec.Struct, kw_only=True):

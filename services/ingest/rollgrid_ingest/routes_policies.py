@@ -13,7 +13,15 @@ from .auth import Principal, Scope
 from .catalog import SHARED
 from .door import Parts, json_response, parts, principal
 from .openapi import described
-from .rollout_schema import CommitAnswer, CommitRequest, FileAnswer, FleetAnswer, PolicyAnswer, PolicyList
+from .rollout_schema import (
+    CommitAnswer,
+    CommitRequest,
+    FileAnswer,
+    FleetAnswer,
+    PolicyAnswer,
+    PolicyList,
+    VersionAnswer,
+)
 from .wire import decode_json
 
 router = APIRouter()
@@ -31,6 +39,15 @@ async def list_policies(request: Request) -> Response:
 async def get_policy(request: Request, policy: str) -> Response:
     door, who = parts(request), principal(request, Scope.READ)
     return json_response(await door.fleet.policy_answer(_policy(door, who, policy), who.tenant))
+
+
+@router.get(
+    "/v1/policies/{policy}/versions/{version}",
+    **described("Where a published version stands, and why it was refused", answer=VersionAnswer),
+)
+async def get_version(request: Request, policy: str, version: int) -> Response:
+    door, who = parts(request), principal(request, Scope.READ)
+    return json_response(await door.checkpoints.status(_policy(door, who, policy).value, version))
 
 
 @router.put("/v1/policies/{policy}/versions/{version}/files/{name}", **described("Upload one file", answer=FileAnswer))

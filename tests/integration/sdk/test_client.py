@@ -18,6 +18,7 @@ from rollgrid.errors import (
     RollgridAPIError,
     TokenOutOfRange,
     UnknownField,
+    VersionRefused,
     VersionUnavailable,
 )
 from rollgrid_contracts.ids import sample_seed
@@ -181,6 +182,16 @@ def test_published_weights_go_live_and_stamp_every_token(client: Client, tmp_pat
     third = client.weights.publish(POLICY, new, step=9)
     assert (second.version, third.version) == (version.version + 1, version.version + 2)
     third.wait_live(timeout=60)
+
+
+def test_A43_a_version_of_another_model_is_refused_with_its_reason(client: Client) -> None:
+    running = client.policy(POLICY).desired
+    other = tiny_model(TinyModel("qwen3")) / "model.safetensors"
+    with pytest.raises(VersionRefused) as refused:
+        client.weights.publish(POLICY, other).wait_live(timeout=60)
+    assert refused.value.code == "invalid_request"
+    assert refused.value.field
+    assert client.policy(POLICY).desired == running
 
 
 def test_the_fleet_and_its_policies(client: Client) -> None:
