@@ -104,6 +104,10 @@ class FaultyIngest:
         items = [{"cursor": at, "group": msgspec.Raw(codec.encode(group))} for at, group in behind]
         return _answer({"groups": items, "cursor": reached, "done": done})
 
+    async def version(self, request: Request) -> Response:
+        names = request.path_params
+        return _answer({"policy": names["p"], "version": int(names["version"]), "status": "verifying"})
+
     async def policy(self, request: Request) -> Response:
         loaded = [{"policy": "p", "version": self.newest}]
         worker = {"worker": "w", "incarnation": "1", "pool": "x", "engine": "scripted", "device": "cpu", "slots": 1}
@@ -148,6 +152,7 @@ class FaultyIngest:
                 Route("/v1/rollouts/{batch}/groups", faulty(self.page)),
                 Route("/v1/runs/{run}/trajectories", faulty(self.page)),
                 Route("/v1/policies/{policy}", faulty(self.policy)),
+                Route("/v1/policies/{p}/versions/{version}", faulty(self.version)),
                 Route("/v1/policies/{p}/versions/{version}/files/{name}", faulty(self.put_file), methods=["PUT"]),
                 Route("/v1/policies/{p}/versions/{version}/commit", faulty(self.commit), methods=["POST"]),
             ]
