@@ -33,6 +33,7 @@ class Load(NamedTuple):
     over_s: float = 60.0
     deadline_s: float = 120.0
     max_tokens: int = 64
+    ignore_eos: bool = False
     scored: float = 0.4
     interactive: float = 0.25
     cancelled: float = 0.15
@@ -102,7 +103,7 @@ class StormClient:
             "policy": POLICY,
             "n": n,
             "deadline_s": options.pop("deadline_s", self.load.deadline_s),
-            "sampling": {"max_tokens": self.load.max_tokens, "seed": 17},
+            "sampling": {"max_tokens": self.load.max_tokens, "ignore_eos": self.load.ignore_eos, "seed": 17},
             "tasks": [
                 {
                     "prompt_token_ids": [5 + position % 200, *range(6, 5 + prompt)],
@@ -135,7 +136,11 @@ class StormClient:
             "token_ids": [9, 10, 11],
             "n": n,
             "deadline_s": self.load.deadline_s,
-            "sampling_params": {"max_tokens": self.load.max_tokens, "logprobs": 0},
+            "sampling_params": {
+                "max_tokens": self.load.max_tokens,
+                "ignore_eos": self.load.ignore_eos,
+                "logprobs": 0,
+            },
         }
         self.note(Attempted(at=now(), tenant=TENANT, run=self.run, key=key, groups=1, n=n))
         answer = self.send("/inference/v1/generate", body, key)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.stack import scripted, vllm
+from tests.support.tiny_models import TinyModel
 
 from .client import Load
 from .storm import run_storm
@@ -55,11 +56,13 @@ def test_the_storm_over_real_engines() -> None:
     plan = vllm(
         samplers=2,
         loggers=2,
+        model=TinyModel(context=2048),
         ack_wait_s=3.0,
         folder=KEEP,
         env={"ROLLGRID_TRAJECTORY_LOGGER_ARCHIVE_AGE_S": "2", "ROLLGRID_SAMPLER_MAX_STARTS": "50"},
     )
-    load = Load(samples=100, over_s=240, deadline_s=600, max_tokens=400, workers=4)
+    # long outputs: a kill finds engines in the middle of generation
+    load = Load(samples=100, over_s=240, deadline_s=600, max_tokens=1500, ignore_eos=True, workers=4)
     outcome = run_storm(plan, load, seed(), pause_s=(4.0, 10.0))
     print(outcome.report())
     assert not outcome.violations, outcome.report()
