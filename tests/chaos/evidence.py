@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import asyncio
+import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from rollgrid_contracts import codec, subjects, topology
@@ -38,3 +40,14 @@ async def gather(bus: Bus, blobs: Blobs, journal_files: Iterable[Path]) -> Evide
     closes = await read_closes(bus)
     state = (await bus.stream_info(topology.TRAJECTORIES.name)).state
     return Evidence(lines, closes, await read_archive(blobs), state.first_seq, state.last_seq)
+
+
+async def gather_archived(bus: Bus, blobs: Blobs, journal_files: Sequence[Path], timeout_s: float = 60) -> Evidence:
+    """`gather`, once the manifests reach the end of the stream or `timeout_s` has passed."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        evidence = await gather(bus, blobs, journal_files)
+        covered = max((part.last_sequence for part in evidence.archive), default=0)
+        if covered >= evidence.last_sequence or time.monotonic() > deadline:
+            return evidence
+        await asyncio.sleep(0.5)

@@ -17,7 +17,7 @@ from tests.support.stack import Stack, scripted, stack
 
 from .checker import Evidence, Expectation, check
 from .client import Load, StormClient
-from .evidence import gather
+from .evidence import gather_archived
 from .journal import Delivered, Refused, now
 from .storm import connect, wait_closed
 
@@ -95,7 +95,7 @@ def test_i8_a_sleeper_leads_to_429_and_loses_nothing(name: str) -> None:
         client = storm_client(pipe, "full")
         options: dict[str, Any] = {"scorers": [{"type": "exact_match", "name": "exact"}]} if sleeper.scored else {}
         client.submit("before", GROUPS, N, prompt=PROMPT, **options)
-        asyncio.run(wait_closed(pipe, client, 60))
+        asyncio.run(wait_closed(pipe, client, 60, by_archive=True))
         before = memory(pipe)
         try:
             for victim in sleeper.names(pipe):
@@ -108,14 +108,14 @@ def test_i8_a_sleeper_leads_to_429_and_loses_nothing(name: str) -> None:
                 pipe.processes()[victim].resume()
         for key in refused[:3]:  # what was refused is let in once there is room
             assert client.submit(key, GROUPS, N, prompt=PROMPT, **options), pipe.logs()
-        asyncio.run(wait_closed(pipe, client, 90))
+        asyncio.run(wait_closed(pipe, client, 90, by_archive=True))
         evidence = asyncio.run(gathered(pipe, client))
         client.close()
         refusals = [line for line in evidence.journal if isinstance(line, Refused)]
         full = [line for line in refusals if line.status == 429]
         assert full
         assert all(line.code == "queue_full" and line.retry_after for line in full)
-        assert not check(evidence, Expectation(all_let_in=False, iterated=False, archived=False)), pipe.logs()
+        assert not check(evidence, Expectation(all_let_in=False, iterated=False)), pipe.logs()
 
 
 @pytest.mark.chaos
@@ -143,7 +143,7 @@ def test_i8_a_sleeping_trainer_only_has_a_longer_way_to_read() -> None:
 async def gathered(pipe: Stack, client: StormClient) -> Evidence:
     bus, blobs = await connect(pipe)
     try:
-        return await gather(bus, blobs, [client.path])
+        return await gather_archived(bus, blobs, [client.path])
     finally:
         await bus.close()
         blobs.close()
