@@ -18,6 +18,7 @@ from rollgrid_contracts.jobs import SampleGroup, VersionRule, VersionSpan, Weigh
 from rollgrid_contracts.samples import FinishReason, Sample, SampleStatus, Timings
 from rollgrid_runtime.bus import Bus
 from rollgrid_runtime.errors import BusError, RollgridError
+from rollgrid_runtime.group_commit import GroupCommit
 from rollgrid_runtime.logging import get_logger
 
 from .engines.base import Engine, EngineDead, Generated, GenerationRequest, RequestFailed
@@ -38,6 +39,7 @@ class Context(NamedTuple):
     """What the handler works with.  `met` says whether the loaded version may serve a constraint."""
 
     bus: Bus
+    commit: GroupCommit
     headroom: Headroom
     engine: Engine
     suspects: Suspects
@@ -224,6 +226,7 @@ class Handler:
         )
         return Publisher(
             context.bus,
+            context.commit,
             context.headroom,
             held.job,
             held.sequence,

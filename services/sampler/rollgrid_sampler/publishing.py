@@ -19,6 +19,7 @@ from rollgrid_contracts.scoring import ScorerKind, next_todo
 from rollgrid_contracts.topology import INLINE_LIMIT, SAMPLES, Header
 from rollgrid_runtime.bus import Bus, PubAck
 from rollgrid_runtime.errors import BusError, QueueFull, StorageError
+from rollgrid_runtime.group_commit import GroupCommit
 from rollgrid_runtime.logging import get_logger
 
 from .headroom import Headroom
@@ -44,6 +45,7 @@ class Publisher:
     def __init__(
         self,
         bus: Bus,
+        commit: GroupCommit,
         headroom: Headroom,
         job: SampleGroup,
         job_seq: int,
@@ -52,7 +54,7 @@ class Publisher:
         coalesce_s: float,
         coalesce_samples: int,
     ) -> None:
-        self._bus, self._headroom = bus, headroom
+        self._bus, self._commit, self._headroom = bus, commit, headroom
         self._job, self._job_seq, self._origin = job, job_seq, origin
         self._coalesce_s, self._coalesce_samples = coalesce_s, coalesce_samples
         self._pending: list[Sample] = []
@@ -126,7 +128,8 @@ class Publisher:
 
         async def publish() -> PubAck:
             await self._headroom.take(min(len(payload), INLINE_LIMIT))
-            return await self._bus.publish(subject, payload, msg_id=msg_id, headers=headers)
+            store = self._bus.publish if self._singly else self._commit.publish
+            return await store(subject, payload, msg_id=msg_id, headers=headers)
 
         return await persistently(publish, "samples", self._job.group_id)
 

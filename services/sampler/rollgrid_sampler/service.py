@@ -24,6 +24,7 @@ from rollgrid_contracts.topology import WORKER_LEASE_S, WORKERS
 from rollgrid_runtime.blobs import Blobs
 from rollgrid_runtime.bus import Bus
 from rollgrid_runtime.errors import BusError, PayloadGone, RollgridError, StorageError
+from rollgrid_runtime.group_commit import GroupCommit
 from rollgrid_runtime.kv import Table
 from rollgrid_runtime.logging import get_logger
 from rollgrid_runtime.pulling import Delivery
@@ -95,8 +96,10 @@ class SamplerService:
         self._workers: Table[WorkerState] = Table(bus, WORKERS, WorkerState)
         self._weights = Weights(bus, blobs, self.engine, self.settings)
         self._ledger = LedgerDesk(bus, self.settings.ledger_timeout_s)
+        self._commit = GroupCommit(bus)
         context = Context(
             bus,
+            self._commit,
             Headroom(bus),
             self.engine,
             Suspects(bus),
@@ -118,6 +121,7 @@ class SamplerService:
         for target in (self.worker, EVERY_WORKER):
             await self.bus.subscribe(subjects.worker_control(target), ANY_COMMAND, self._on_command)
         loops = (
+            self._commit.run(),
             self._weights.follow(),
             self._watch_engine(),
             self._heartbeat(),

@@ -11,7 +11,7 @@ import time
 
 import msgspec
 from prometheus_client import Counter, Histogram
-from rollgrid_contracts import subjects
+from rollgrid_contracts import codec, subjects
 from rollgrid_contracts.ids import NO_SESSION
 from rollgrid_contracts.samples import Sample, SamplesFinished, SampleStatus, ScoringTask
 from rollgrid_contracts.scoring import (
@@ -23,8 +23,8 @@ from rollgrid_contracts.scoring import (
     ScoreStatus,
     next_todo,
 )
-from rollgrid_runtime.bus import Bus
 from rollgrid_runtime.errors import BusError, PayloadGone, QueueFull, StorageError
+from rollgrid_runtime.group_commit import GroupCommit
 from rollgrid_runtime.logging import get_logger
 from rollgrid_runtime.pulling import Delivery
 
@@ -45,8 +45,8 @@ SECONDS = Histogram("rollgrid_scorer_verdict_seconds", "Time of one verdict", ["
 class Handler:
     """Stateless over messages; `name` is this process's own and travels as `scorer_id`."""
 
-    def __init__(self, bus: Bus, pool: Pool, registry: Registry, name: str, max_timeout_s: float) -> None:
-        self._bus, self._pool, self._registry = bus, pool, registry
+    def __init__(self, commit: GroupCommit, pool: Pool, registry: Registry, name: str, max_timeout_s: float) -> None:
+        self._commit, self._pool, self._registry = commit, pool, registry
         self._name, self._max_timeout_s = name, max_timeout_s
 
     async def handle(self, delivery: Delivery) -> None:
@@ -118,9 +118,10 @@ class Handler:
         """Publish until stored or the deadline has passed: scoring again would cost more than waiting."""
         session = finished.session.session if finished.session is not None else NO_SESSION
         subject = subjects.samples(next_todo(task.scorers, after=KIND), finished.tenant, session)
+        payload, msg_id = codec.encode(scored), f"scored.{KIND.value}.{scored.finished_seq}"
         while True:
             try:
-                await self._bus.publish(subject, scored, msg_id=f"scored.{KIND.value}.{scored.finished_seq}")
+                await self._commit.publish(subject, payload, msg_id=msg_id)
                 return "scored"
             except (BusError, QueueFull, StorageError) as error:
                 if _late(task):

@@ -11,6 +11,7 @@ from rollgrid_contracts import topology
 from rollgrid_contracts.failures import Boundary, ErrorCode
 from rollgrid_contracts.scoring import ScoreStatus
 from rollgrid_runtime.errors import BusError, ConsumerGone, RollgridError
+from rollgrid_runtime.group_commit import GroupCommit
 from rollgrid_runtime.logging import get_logger
 from rollgrid_runtime.provision import ensure_consumer
 from rollgrid_runtime.pulling import Delivery
@@ -59,11 +60,13 @@ class ScorerService:
         self._stack.push_async_callback(self.pool.close)
         await self.pool.start()
         await ensure_consumer(self._bus, self.consumer)
-        self._handler = Handler(self._bus, self.pool, self.registry, instance, self.settings.max_timeout_s)
+        self._commit = GroupCommit(self._bus)
+        self._handler = Handler(self._commit, self.pool, self.registry, instance, self.settings.max_timeout_s)
         await self._probe()
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
+            group.create_task(self._commit.run())
             group.create_task(self._heartbeat())
             group.create_task(self._probe_always())
             group.create_task(self._work())
