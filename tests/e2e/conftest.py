@@ -1,4 +1,4 @@
-"""One whole stack on real vLLM with a tiny float32 model, shared by the tests of a session."""
+"""One whole stack on real vLLM with a tiny float32 model, shared by the tests of this folder."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Door(NamedTuple):
     policy: str
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def vllm_door() -> Iterator[Door]:
     with stack(vllm(slots=64, model=MODEL, env={"ROLLGRID_SAMPLER_KV_CACHE_BYTES": str(192 * 2**20)})) as pipe:
         yield Door(pipe, tiny_model(MODEL), POLICY)
