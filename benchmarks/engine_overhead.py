@@ -1,10 +1,11 @@
 """Fleet tokens a second against the same engine called directly, in one run.
 
-    python -m benchmarks.engine_overhead [--groups 48] [--samples 8] [--tokens 128]
+    python -m benchmarks.engine_overhead [--groups 24] [--samples 8] [--tokens 128]
 
 The sampler's own engine class is called with the same requests at the same concurrency, in a process
-of its own and as a sampler behind the whole pipe, in turns while the other is idle.  The figure is
-the ratio of the medians: absolute speeds of a machine mean nothing elsewhere.
+of its own and as a sampler behind the whole pipe, in turns while the other is stopped (SIGSTOP).  The figure is
+the median of the ratios of neighbouring rounds: absolute speeds of a machine mean nothing elsewhere.
+On a busy machine it means nothing either, so the load average stands beside it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import asyncio
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -74,7 +76,9 @@ class DirectEngine:
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         argv = [sys.executable, "-m", "benchmarks.engine_overhead", "--direct"]
-        self._child = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._child = subprocess.Popen(
+            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
         self._send(json.dumps(arguments))
 
     def _send(self, line: str) -> None:
@@ -89,6 +93,9 @@ class DirectEngine:
             if line.startswith(MARK):
                 return float(line.split()[1])
         raise RuntimeError(f"the engine's process ended with {self._child.wait()}")
+
+    def send(self, number: signal.Signals) -> None:
+        os.killpg(self._child.pid, number)
 
     def __enter__(self) -> DirectEngine:
         return self
@@ -121,18 +128,25 @@ def measure(groups: int, samples: int, tokens: int, rounds: int = 3) -> Result:
     with stack(plan) as pipe:
         arguments = {"groups": groups, "samples": samples, "tokens": tokens, "environment": pipe.environment()}
         with DirectEngine(arguments) as engine:
-            engine.round("warm")
-            through_the_fleet(pipe, "warm", groups, samples, tokens)
-            for number in range(rounds):
-                alone.append(engine.round(f"round{number}"))
-                rate, closing = through_the_fleet(pipe, f"round{number}", groups, samples, tokens)
-                fleet.append(rate)
-                after += closing
+            sampler = pipe["sampler-0"]
+            for number in range(rounds + 1):
+                sampler.pause()
+                engine.send(signal.SIGCONT)
+                direct_rate = engine.round(f"round{number}")
+                engine.send(signal.SIGSTOP)
+                sampler.resume()
+                fleet_rate, closing = through_the_fleet(pipe, f"round{number}", groups, samples, tokens)
+                if number:  # the first round warms both up
+                    alone.append(direct_rate)
+                    fleet.append(fleet_rate)
+                    after += closing
+            engine.send(signal.SIGCONT)
     after.sort()
     figures = {
         "direct_tokens_per_s": statistics.median(alone),
         "fleet_tokens_per_s": statistics.median(fleet),
-        "ratio": statistics.median(fleet) / statistics.median(alone),
+        "ratio": statistics.median(with_pipe / by_itself for with_pipe, by_itself in zip(fleet, alone, strict=True)),
+        "load_average": os.getloadavg()[0],
         "finish_to_close_p50_ms": 1e3 * after[len(after) // 2],
         "finish_to_close_p99_ms": 1e3 * after[len(after) * 99 // 100],
     }
