@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,20 @@ def test_torch_is_never_imported(folder: Path) -> None:
         "assert 'torch' not in sys.modules, 'torch was imported'"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+async def test_a_long_text_in_a_thread_leaves_the_event_loop_free(renderer: Renderer) -> None:
+    threads, text = RenderThreads(1), "x y " * 400_000
+    longest, before = 0.0, time.perf_counter()
+    encoding = asyncio.ensure_future(threads.run(lambda: renderer.encode(text)))
+    while not encoding.done():
+        await asyncio.sleep(0.001)
+        now = time.perf_counter()
+        longest, before = max(longest, now - before), now
+    started = time.perf_counter()
+    renderer.encode(text)
+    assert longest < max(0.5 * (time.perf_counter() - started), 0.1)
+    threads.close()
 
 
 def test_text_goes_to_ids_and_back(renderer: Renderer) -> None:
