@@ -39,6 +39,7 @@ class Door:
     def __init__(self, app: ASGIApp, settings: IngestSettings, keys: Keys) -> None:
         self._app, self._keys = app, keys
         self._max_body = settings.max_body_bytes
+        self._patience_s = settings.body_timeout_s
         self._requests = Gate("max_inflight_requests", settings.max_inflight_requests)
         self._bytes = Gate("max_inflight_bytes", settings.max_inflight_bytes)
 
@@ -79,18 +80,43 @@ class Door:
             return
         if _UPLOAD.fullmatch(path):  # streamed to disk under a bound of its own
             with self._requests.holding():
-                await self._app(scope, receive, answer.send)
+                await self._app(scope, _PatientBody(receive, self._patience_s, whole=False).receive, answer.send)
             return
         size = _content_length(headers)
         if size is not None and size > self._max_body:
             await _drain(receive, self._max_body * DRAIN_FACTOR)
             raise too_large(size, self._max_body)
         with self._requests.holding():
-            body = _BoundedBody(receive, self._max_body, self._bytes)
+            patient = _PatientBody(receive, self._patience_s, whole=True)
+            body = _BoundedBody(patient.receive, self._max_body, self._bytes)
             try:
                 await self._app(scope, body.receive, answer.send)
             finally:
                 body.close()
+
+
+class _PatientBody:
+    """Waits `patience_s` for the `whole` body, or for each piece: who sends nothing holds no place for ever.
+
+    Behind its end nothing is bounded: the app waits there for the client to leave.
+    """
+
+    def __init__(self, receive: Receive, patience_s: float, *, whole: bool) -> None:
+        self._receive, self._patience_s, self._whole = receive, patience_s, whole
+        self._due = time.monotonic() + patience_s
+        self._ended = False
+
+    async def receive(self) -> Message:
+        if self._ended:
+            return await self._receive()
+        left = self._due - time.monotonic() if self._whole else self._patience_s
+        try:
+            async with asyncio.timeout(left):
+                message = await self._receive()
+        except TimeoutError as error:
+            raise too_slow(self._patience_s) from error
+        self._ended = not message.get("more_body", False)
+        return message
 
 
 class _BoundedBody:
@@ -148,6 +174,12 @@ def too_large(size: int, limit: int) -> RollgridError:
         field="body",
         limit=f"max_body_bytes={limit}",
     )
+
+
+def too_slow(patience_s: float) -> RollgridError:
+    limit = f"body_timeout_s={patience_s:g}"
+    message = f"the body did not come in time, the limit is {limit}"
+    return RollgridError(ErrorCode.EXPIRED, message, boundary=Boundary.CLIENT, field="body", limit=limit)
 
 
 async def _drain(receive: Receive, limit: int) -> None:

@@ -51,6 +51,7 @@ class IngestSettings(Limits):
     render_threads: int = Field(default=2, ge=1)
     max_inflight_requests: int = Field(default=1024, ge=1, description="requests held at once, long polls apart")
     max_inflight_bytes: int = Field(default=256 * MIB, ge=MIB, description="request bodies held at once")
+    body_timeout_s: float = Field(default=60.0, gt=0, description="for a whole body; of an upload, for each piece")
     max_readers: int = Field(default=1024, ge=1, description="long polls and event streams held at once")
     max_page: int = Field(default=512, ge=1, description="records of one page")
     max_wait_s: float = Field(default=60.0, ge=0, description="longest long poll")

@@ -20,6 +20,8 @@ from starlette.types import Receive, Scope, Send
 class Exchange:
     """One request through an ASGI app, by hand."""
 
+    path = "/v1/x"
+
     def __init__(self, app: Any, chunks: list[bytes], method: str = "POST", **headers: str) -> None:
         self._app, self._chunks = app, list(chunks)
         self._headers = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
@@ -27,7 +29,7 @@ class Exchange:
         self.sent: list[dict[str, Any]] = []
 
     async def run(self) -> Exchange:
-        scope = {"type": "http", "method": self._method, "path": "/v1/x", "headers": self._headers, "query_string": b""}
+        scope = {"type": "http", "method": self._method, "path": self.path, "headers": self._headers, "query_string": b""}
         await self._app(scope, self._receive, self._send)
         return self
 
@@ -94,6 +96,56 @@ async def test_requests_held_at_once_are_bounded_and_given_back() -> None:
     leave.set()
     assert (await first).status == 200
     assert (await Exchange(app, [b""]).run()).status == 200
+
+
+class Stalled(Exchange):
+    """Sends its chunks, `pause_s` before each, and then nothing more; the last ends the body if `whole`."""
+
+    pause_s = 0.0
+
+    def __init__(self, app: Any, chunks: list[bytes], *, whole: bool = False) -> None:
+        super().__init__(app, chunks)
+        self._whole = whole
+
+    async def _receive(self) -> dict[str, Any]:
+        await asyncio.sleep(self.pause_s if self._chunks else 3600)
+        body = self._chunks.pop(0)
+        return {"type": "http.request", "body": body, "more_body": bool(self._chunks) or not self._whole}
+
+
+@pytest.mark.parametrize("path", ["/v1/x", "/v1/policies/p/versions/1/files/a.safetensors"])
+async def test_a_body_that_stops_coming_gives_its_place_back(path: str) -> None:
+    app = door(echo, max_inflight_requests=1, body_timeout_s=0.1)
+    stalled = Stalled(app, [b"x"])
+    stalled.path = path
+    async with asyncio.timeout(5):
+        answer = await stalled.run()
+    assert (answer.status, answer.error["code"], answer.error["limit"]) == (504, "expired", "body_timeout_s=0.1")
+    assert (await Exchange(app, [b""]).run()).status == 200
+
+
+async def test_a_trickled_body_has_one_deadline_and_an_upload_one_for_each_piece() -> None:
+    async def trickled(path: str, whole: bool) -> Exchange:
+        sender = Stalled(door(echo, body_timeout_s=0.2), [b"x"] * 4, whole=whole)
+        sender.path, sender.pause_s = path, 0.1
+        return await sender.run()
+
+    assert (await trickled("/v1/x", whole=False)).status == 504
+    assert (await trickled("/v1/policies/p/versions/1/files/a.safetensors", whole=True)).sent[1]["body"] == b"4"
+
+
+async def test_behind_its_body_a_call_may_wait_for_longer() -> None:
+    async def waiting(scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        await request.body()
+        try:
+            async with asyncio.timeout(0.3):
+                await receive()
+        except TimeoutError:
+            await Response("ok")(scope, receive, send)
+
+    sender = Stalled(door(waiting, body_timeout_s=0.1), [b"x"], whole=True)
+    assert (await sender.run()).sent[1]["body"] == b"ok"
 
 
 async def test_a_bug_is_500_in_the_envelope_and_says_nothing_of_itself() -> None:
