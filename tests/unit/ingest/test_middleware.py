@@ -29,7 +29,13 @@ class Exchange:
         self.sent: list[dict[str, Any]] = []
 
     async def run(self) -> Exchange:
-        scope = {"type": "http", "method": self._method, "path": self.path, "headers": self._headers, "query_string": b""}
+        scope = {
+            "type": "http",
+            "method": self._method,
+            "path": self.path,
+            "headers": self._headers,
+            "query_string": b"",
+        }
         await self._app(scope, self._receive, self._send)
         return self
 
