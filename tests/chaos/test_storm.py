@@ -41,7 +41,9 @@ def test_i1_i2_i3_i5_i10_every_accepted_sample_ends_once_through_the_storm() -> 
         folder=KEEP,
         env={"ROLLGRID_TRAJECTORY_LOGGER_ARCHIVE_AGE_S": "2", "ROLLGRID_SAMPLER_MAX_STARTS": "50"},
     )
-    outcome = run_storm(plan, Load(samples=500, over_s=SECONDS, deadline_s=SECONDS + 90), seed())
+    outcome = run_storm(
+        plan, Load(samples=max(500, int(10 * SECONDS)), over_s=SECONDS, deadline_s=SECONDS + 90), seed()
+    )
     print(outcome.report())
     assert not outcome.violations, outcome.report()
     assert outcome.quiet_after_s < 60
