@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .batching import group_advantages, to_arrays
     from .client import Batch, Client
     from .cursor import CursorFile
-    from .errors import DeadlineExceeded, RollgridAPIError, RollgridError, Unreachable, VersionRefused
+    from .errors import DeadlineExceeded, RollgridAPIError, RollgridError, Unreachable, Unsendable, VersionRefused
     from .results import Group, Sample
     from .transport import Retries
 
@@ -36,6 +36,7 @@ _HOMES = {
     "RollgridError": "errors",
     "Sample": "results",
     "Unreachable": "errors",
+    "Unsendable": "errors",
     "VersionRefused": "errors",
     "group_advantages": "batching",
     "to_arrays": "batching",
@@ -54,6 +55,7 @@ __all__ = [
     "RollgridError",
     "Sample",
     "Unreachable",
+    "Unsendable",
     "VersionRefused",
     "group_advantages",
     "to_arrays",

@@ -11,7 +11,7 @@ import msgspec
 from rollgrid_contracts import codec, ids
 
 from .answers import Accepted, BatchProgress, Fleet, GroupAnswer, ModelList, Page, Policy, PolicyList, Version
-from .errors import GroupOpen, ServerError
+from .errors import GroupOpen, ServerError, Unsendable
 from .results import Group
 from .transport import Call
 
@@ -52,8 +52,11 @@ def models() -> Call[ModelList]:
 
 
 def submit(body: bytes, idempotency_key: str | None) -> Call[Accepted]:
-    """The key makes a retry safe: the same key and body are the same batch."""
-    headers = {"content-type": codec.JSON, "idempotency-key": idempotency_key or ids.new_key()}
+    """The key makes a retry safe: the same key and body are the same batch.  Raises Unsendable."""
+    key = ids.new_key() if idempotency_key is None else idempotency_key
+    if not (key and key.isascii() and key.isprintable()):
+        raise Unsendable("an idempotency key is printable ASCII")
+    headers = {"content-type": codec.JSON, "idempotency-key": key}
     return Call("POST", "/v1/rollouts", _reader(Accepted), body=body, headers=headers, read_timeout_s=60.0)
 
 

@@ -23,6 +23,10 @@ class ConfigurationError(RollgridError):
     """No server is named and none is running here, or a local file cannot be used."""
 
 
+class Unsendable(ConfigurationError, ValueError):
+    """A task or an option holds what a request cannot say (NaN, half a character); nothing was sent."""
+
+
 class Unreachable(RollgridError):
     """No answer came: connection refused, reset, or silent for the whole outage budget."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -10,6 +11,8 @@ import numpy as np
 from rollgrid_contracts.arrays import PackedArray
 from rollgrid_contracts.jobs import SamplingParams, VersionRule, WeightConstraint
 from rollgrid_contracts.scoring import ScorerSpec
+
+from .errors import Unsendable
 
 TaskLike: TypeAlias = "str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any] | np.ndarray[Any, Any]"
 """A prompt as text, as token ids or as chat messages; or a mapping with one of `prompt`, `messages` and
@@ -28,8 +31,9 @@ def task_body(task: object) -> dict[str, Any]:
     if isinstance(task, (np.ndarray, PackedArray)):
         return {"prompt_token_ids": task.tolist()}
     if isinstance(task, Sequence) and not isinstance(task, bytes):
-        messages = [dict(item) for item in task if isinstance(item, Mapping)]
-        return {"messages": messages} if messages else {"prompt_token_ids": list(task)}
+        if any(isinstance(item, Mapping) for item in task):
+            return {"messages": list(task)}
+        return {"prompt_token_ids": list(task)}
     raise TypeError(f"a task is a text, token ids, messages or a mapping, not {type(task).__name__}")
 
 
@@ -62,7 +66,10 @@ def submission(
     weights: WeightConstraint | Mapping[str, Any] | None = None,
     reward_formula: str | None = None,
 ) -> bytes:
-    """The JSON body of one submission; what is None is left to the server's defaults."""
+    """The JSON body of one submission; what is None is left to the server's defaults.
+
+    Raises Unsendable for what JSON would silently change.
+    """
     optional = {
         "policy": policy,
         "deadline_s": deadline_s,
@@ -79,10 +86,31 @@ def submission(
         "scorers": [scorer_body(scorer) for scorer in scorers],
         **{name: value for name, value in optional.items() if value is not None},
     }
-    return msgspec.json.encode(body, enc_hook=_plain)
+    _refuse_nan(body, "")
+    try:
+        return msgspec.json.encode(body, enc_hook=_plain)
+    except UnicodeEncodeError as error:
+        raise Unsendable(f"a text is not Unicode: {error}") from error
+
+
+def _refuse_nan(value: object, path: str) -> None:
+    """JSON has no NaN and no infinity: sent as null they would mean "the default"."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise Unsendable(f"{path} is {value}: a request cannot say that")
+    if isinstance(value, SamplingParams):
+        value = msgspec.structs.asdict(value)
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            if name != "prompt_token_ids":  # long, and integers
+                _refuse_nan(item, f"{path}.{name}" if path else str(name))
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            _refuse_nan(item, f"{path}[{index}]")
 
 
 def _plain(value: object) -> object:
     if isinstance(value, (np.ndarray, np.generic, PackedArray)):
-        return value.tolist()
+        plain = value.tolist()
+        _refuse_nan(plain, "an array")
+        return plain
     raise TypeError(f"cannot send a {type(value).__name__}")

@@ -88,6 +88,35 @@ def test_tasks_from_a_pipe(pipe: Stack) -> None:
     assert lines_of(done)[-1]["groups"] == 1
 
 
+def test_files_that_cannot_be_used_are_refused_before_anything_is_submitted(
+    pipe: Stack, prompts: str, tmp_path: Path
+) -> None:
+    damaged, missing = tmp_path / "damaged.cursor", str(tmp_path / "no" / "file")
+    damaged.write_text("?")
+    for more in (("--cursor-file", str(damaged)), ("--cursor-file", missing), ("--output", missing)):
+        refused = submit(pipe, prompts, "--run", "unused", *more)
+        assert (refused.returncode, "Traceback" in refused.stderr) == (2, False), refused.stderr
+    exported = rollgrid(pipe, "trajectories", "export", "unused", "-o", missing, "--json")
+    assert (exported.returncode, json.loads(exported.stderr)["error"]["type"]) == (2, "ConfigurationError")
+    assert rollgrid(pipe, "trajectories", "tail", "unused", "--no-follow", "--json").stdout == ""
+
+
+@pytest.mark.parametrize("line", ['{"prompt": "a", "task": "b", "answer": 1}', "[" * 100_000, '"\\ud800"', "[NaN]"])
+def test_a_line_that_is_no_task_is_wrong_usage(pipe: Stack, line: str) -> None:
+    refused = rollgrid(pipe, "rollouts", "submit", "-", "--max-tokens", "4", stdin=line)
+    assert (refused.returncode, "Traceback" in refused.stderr) in [(2, False), (4, False)], refused.stderr
+
+
+def test_a_reader_of_the_pipe_that_leaves_is_no_failure(pipe: Stack, prompts: str) -> None:
+    submit(pipe, prompts, "--run", "headed")
+    arguments = ["trajectories", "tail", "headed", "--no-follow", "--json"]
+    env = {**os.environ, "ROLLGRID_URL": pipe.url}
+    with subprocess.Popen([*PROGRAM, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env) as tail:
+        assert tail.stdout is not None
+        tail.stdout.close()
+        assert tail.wait(60) == 0
+
+
 def test_samples_that_do_not_succeed_are_in_the_exit_code(pipe: Stack, prompts: str) -> None:
     pipe["sampler-0"].pause()
     try:

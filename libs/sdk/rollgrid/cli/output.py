@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import msgspec
 import typer
@@ -125,5 +125,18 @@ def guarded() -> Iterator[None]:
         raise SystemExit(int(Exit.INTERRUPTED)) from None
     except BrokenPipeError:
         # The reader of a pipe (head) has gone: nothing is wrong, and nothing may be written at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(int(Exit.OK)) from None
+        _reader_left()
+    except SystemExit as ended:
+        if isinstance(ended.__context__, BrokenPipeError):  # typer's own way of ending for it
+            _reader_left()
+        raise
+    except OSError as error:
+        if error.filename is None:
+            raise
+        _report(ConfigurationError(f"{error.filename}: {error.strerror}"))
+        raise SystemExit(int(Exit.USAGE)) from None
+
+
+def _reader_left() -> NoReturn:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    raise SystemExit(int(Exit.OK)) from None

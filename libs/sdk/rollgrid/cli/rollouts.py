@@ -49,7 +49,7 @@ def read_tasks(path: str) -> list[Any]:
 def _task(line: str, number: int) -> Any:
     try:
         value = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise usage_error(f"line {number} is not JSON: {error}", "PROMPTS") from error
     if isinstance(value, (str, list)):
         return value
@@ -57,7 +57,10 @@ def _task(line: str, number: int) -> Any:
         raise usage_error(f"line {number} has not exactly one of {', '.join(_PROMPT_FIELDS)}", "PROMPTS")
     extra = {name: item for name, item in value.items() if name not in _TASK_FIELDS}
     kept = {name: item for name, item in value.items() if name in _TASK_FIELDS}
-    return {**kept, "task": {**kept.get("task", {}), **extra}} if extra else kept
+    own = kept.get("task") or {}
+    if not isinstance(own, dict):
+        raise usage_error(f"line {number}: task is not an object", "PROMPTS")
+    return {**kept, "task": {**own, **extra}} if extra else kept
 
 
 def read_scorer(text: str) -> Any:
@@ -106,6 +109,7 @@ def submit(
     values |= {} if seed is None else {"seed": seed}
     values |= {"stop": stop} if stop else {}
     tasks = read_tasks(prompts)
+    _check_files(cursor_file, output)
     with connect(url) as client:
         batch = client.submit(
             tasks, n=n, sampling=values | parse_json_object(sampling, "--sampling"),
@@ -167,6 +171,17 @@ def _follow(
     _summarise(tally, as_json)
     if tally.failed:
         raise typer.Exit(Exit.SAMPLES_FAILED)
+
+
+def _check_files(cursor_file: pathlib.Path | None, output: pathlib.Path | None) -> None:
+    """Refuse files that cannot be used while nothing is submitted yet.  Raises CursorMismatch, OSError, usage errors."""
+    from rollgrid.cursor import CursorFile
+
+    if cursor_file is not None:
+        CursorFile(cursor_file).read()
+    for path, option in ((cursor_file, "--cursor-file"), (output, "--output")):
+        if path is not None and not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise usage_error(f"{path} cannot be written", option)
 
 
 @contextlib.contextmanager
