@@ -196,7 +196,10 @@ def _announce(state: StackState, screen: Console, as_json: bool) -> None:
 
 
 def _already(state: StackState, home: Home, screen: Console, as_json: bool, *, detach: bool) -> None:
-    screen.print(f"a stack already runs in {home.root} (supervisor {state.supervisor.pid}); `rollgrid down` stops it")
+    screen.print(
+        f"a stack already runs in {home.root} (supervisor {state.supervisor.pid}), with the options of its own start; "
+        "`rollgrid down` stops it"
+    )
     _announce(state, screen, as_json)
     if not detach:
         raise typer.Exit(Exit.USAGE)
