@@ -36,6 +36,8 @@ class Authority:
         self._released = False
         self.epoch = 0
         self.renewed = time.monotonic()
+        self.standing_by = False
+        """The lease was read and is another's: nothing is wrong here, whatever ended the last session."""
 
     async def wait_turn(self) -> Versioned[LedgerLease] | None:
         """Return the lease to be replaced (None = there never was one) once it is free, stale or ours.
@@ -44,6 +46,7 @@ class Authority:
         The lease of an earlier life under the same name is ours, at this process's start only.
         """
         seen, since = -1, time.monotonic()
+        self.standing_by = False
         while True:
             lease = await self._table.get(LEDGER_LEASE_KEY)
             if lease is None or lease.value.renewed_at == 0:
@@ -52,6 +55,7 @@ class Authority:
             self._fresh = False
             if ours:
                 return lease
+            self.standing_by = True
             if lease.revision != seen:
                 seen, since = lease.revision, time.monotonic()
             elif time.monotonic() - since > LEDGER_LEASE_S:

@@ -126,7 +126,7 @@ class TrajectoryLogger:
         if self._ledger is not None:
             if self._ledger.session is not None:
                 found |= self._ledger.session.problems
-            elif self._ledger.problem is not None:
+            elif self._ledger.problem is not None and not self._ledger.authority.standing_by:
                 found["ledger"] = self._ledger.problem
         archives = self._archiver is not None and (self._ledger is None or self._ledger.session is not None)
         if archives and self._archiver is not None and self._archiver.problem is not None:

@@ -203,6 +203,7 @@ async def test_i7_the_reader_gives_a_tenant_its_groups_under_the_streams_numbers
         foreign = [make_job(position, tenant="globex", n=2) for position in range(20, 25)]
         for job, seq in zip(foreign, await driver.submit(foreign), strict=True):
             await driver.finish(job, seq)
+        await driver.wait_archived(25)
         await run_groups(driver, range(30, 40), run="run-2")
         await driver.wait_archived(35)
         closes = await driver.closes(subjects.trajectories_of(TENANT))
