@@ -1,0 +1,86 @@
+"""The attached engine on a real vLLM server: ids in, ids out, logprobs a trainer can use."""
+
+from __future__ import annotations
+
+import os
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rollgrid_contracts.jobs import SamplingParams
+from rollgrid_contracts.samples import FinishReason
+from rollgrid_sampler.engines.base import GenerationRequest
+from rollgrid_sampler.engines.openai_http import OpenAIEngine
+from rollgrid_sampler.settings import EngineKind, SamplerSettings
+
+from tests.e2e.reference import worst_difference
+from tests.support.processes import Process, free_port
+from tests.support.tiny_models import TinyModel, tiny_model
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300)]
+MODEL = TinyModel(context=512)
+PROMPT = [1, 40, 41, 42, 43]
+
+
+class VllmServer(Process):
+    def __init__(self, folder: Path, port: int) -> None:
+        self.url = f"http://127.0.0.1:{port}"
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1"]
+        command += ["--port", str(port), "--model", str(tiny_model(MODEL)), "--served-model-name", "tiny"]
+        command += ["--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", str(64 * 2**20)]
+        command += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
+        env = {
+            **os.environ,
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "DO_NOT_TRACK": "1",
+            "TORCHDYNAMO_DISABLE": "1",
+            "VLLM_LOGGING_LEVEL": "WARNING",
+        }
+        super().__init__("vllm-server", command, folder / "vllm.log", env)
+
+    def is_ready(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
+                return bool(answer.status == 200)
+        except OSError:
+            return False
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+    with VllmServer(tmp_path_factory.mktemp("vllm"), free_port()) as process:
+        yield process.start().wait_ready(200)
+
+
+async def test_A26_an_attached_vllm_server_gives_ids_and_logprobs(server: VllmServer) -> None:
+    engine = OpenAIEngine(SamplerSettings(engine=EngineKind.OPENAI_HTTP, openai_url=server.url))
+    await engine.start(0, None)
+    await engine.health()
+    assert engine.facts.max_model_len == MODEL.context
+
+    async def generate(index: int, **sampling: Any) -> tuple[list[int], FinishReason | None]:
+        params = SamplingParams(**{"max_tokens": 12, "temperature": 0.7, **sampling})
+        request = GenerationRequest(
+            request_id=f"r{index}",
+            sample=f"s.{index}",
+            index=index,
+            prompt_token_ids=PROMPT,
+            sampling=params,
+            seed=2**62 + index,
+        )
+        result = await engine.generate(request)
+        got = list(result.logprobs)
+        assert worst_difference(tiny_model(MODEL), PROMPT, result.token_ids, got, params.temperature) < 1e-4
+        return result.token_ids, result.finish_reason
+
+    ids, reason = await generate(0, ignore_eos=True)
+    assert (len(ids), reason) == (12, FinishReason.LENGTH)
+    assert await generate(0, ignore_eos=True) == (ids, reason)
+    assert await generate(1, ignore_eos=True) != (ids, reason)
+    stopped, reason = await generate(0, ignore_eos=True, stop_token_ids=(ids[4],))
+    assert (stopped, reason) == (ids[: ids.index(ids[4]) + 1], FinishReason.STOP)
+    await engine.close()
