@@ -103,9 +103,15 @@ async def scored(bus: Bus, event: SamplesFinished, timeout_s: float = 20) -> tup
 
 
 async def acknowledged(bus: Bus, timeout_s: float = 20) -> None:
+    """The last event for verifiers has been delivered, and all are acknowledged."""
+    last = await bus.last_stored("RG_SAMPLES", "rg.0.samples.verifier.>")
+    assert last is not None
+
     async def idle() -> bool:
         info = await bus.consumer_info("RG_SAMPLES", DURABLE)
-        return info is not None and info.num_pending == 0 and info.num_ack_pending == 0
+        if info is None or info.delivered is None or info.delivered.stream_seq < int(last.seq or 0):
+            return False
+        return info.num_pending == 0 and info.num_ack_pending == 0
 
     await until(idle, timeout_s, "every event is acknowledged")
 
