@@ -177,10 +177,21 @@ def test_a_killed_tail_resumes_from_its_file(pipe: Stack, prompts: str, tmp_path
 def test_an_interrupted_follow_exits_130(pipe: Stack) -> None:
     env = {**os.environ, "ROLLGRID_URL": pipe.url}
     arguments = ["trajectories", "tail", "nothing-yet", "--json"]
-    with subprocess.Popen([*PROGRAM, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env) as tail:
+    with subprocess.Popen(
+        [*PROGRAM, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=env,
+        preexec_fn=_interruptible,  # noqa: PLW1509 - restores a signal and nothing else
+    ) as tail:
         wait_until(lambda: b"connected" in _sockets(tail.pid), 20, "the command is waiting")
         tail.send_signal(signal.SIGINT)
         assert tail.wait(20) == 130
+
+
+def _interruptible() -> None:
+    """A test run in a shell's background inherits an ignored SIGINT, and would hand it on."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _sockets(pid: int) -> bytes:
