@@ -53,17 +53,27 @@ from rollgrid_contracts.samples import (
     FinishReason,
     GroupsCancelled,
     Parsed,
+    PromptLogprobs,
     Sample,
     SampleReply,
     SamplesFinished,
     SampleStatus,
     ScoringTask,
+    StreamQuery,
+    StreamState,
     Timings,
     TokenFrame,
     TopLogprobs,
 )
 from rollgrid_contracts.scoring import SampleScores, SamplesScored, Score, ScorerKind, ScorerSpec, ScoreStatus
-from rollgrid_contracts.trajectories import CloseReason, Entry, GroupClosed, Superseded
+from rollgrid_contracts.trajectories import (
+    CloseReason,
+    Entry,
+    GroupClosed,
+    PostedReward,
+    RewardsPosted,
+    Superseded,
+)
 
 GROUP, BATCH = "gabcdefghijklmnopqrstuvwx", "babcdefghijklmnopqrstuvwx"
 TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -341,6 +351,92 @@ FULL: dict[str, Any] = {
             ),
         ),
         traceparent=TRACE,
+    ),
+    "sample.prompt_logprobs": Sample(
+        index=0,
+        status=SampleStatus.SUCCEEDED,
+        prompt_logprobs=PromptLogprobs(
+            logprobs=LOGPROBS,
+            ranks=TokenIds.of([1, 2, 3, 400]),
+            top=TopLogprobs(
+                offsets=TokenIds.of([0, 1, 1, 1, 1]), token_ids=TokenIds.of([7]), logprobs=Floats.of([-0.25])
+            ),
+            mode="raw_logprobs_of_another_mode",
+        ),
+    ),
+    "sample_group.json_record": SampleGroup(
+        tenant="a",
+        run="r",
+        batch_id=BATCH,
+        group_id=GROUP,
+        n=1,
+        indexes=(0,),
+        policy="p",
+        pool="q",
+        prompt_token_ids=TokenIds.of([1]),
+        sampling=SamplingParams(max_tokens=0, prompt_logprobs=0),
+        parsing=ParsingSpec(reasoning_parser="qwen3", template_kwargs={"enable_thinking": False}),
+        created_at=0.5,
+        deadline=1.5,
+        record_format="json",
+    ),
+    "samples_finished.refusal": SamplesFinished(
+        tenant="a",
+        run="r",
+        batch_id=BATCH,
+        group_id=GROUP,
+        n=1,
+        policy="",
+        job_seq=0,
+        samples=(Sample(index=0, status=SampleStatus.FAILED, error=ERROR),),
+        record_format="json",
+    ),
+    "token_frame.parsed": TokenFrame(
+        group_id=GROUP,
+        index=1,
+        attempt=2,
+        offset=10,
+        token_ids=TOKENS,
+        logprobs=LOGPROBS,
+        text="so",
+        spans=SPANS,
+        top_logprobs=TopLogprobs(
+            offsets=TokenIds.of([0, 1, 1, 1, 1]), token_ids=TokenIds.of([7]), logprobs=Floats.of([-0.25])
+        ),
+        reasoning="hm",
+        tool_calls=({"index": 0, "id": "call_1", "type": "function", "function": {"name": "add", "arguments": "{}"}},),
+    ),
+    "stream_query": StreamQuery(group_id=GROUP),
+    "stream_state": StreamState(
+        group_id=GROUP, sent=(Resume(index=1, token_ids=TOKENS, logprobs=LOGPROBS, spans=SPANS),)
+    ),
+    "rewards_posted": RewardsPosted(
+        tenant="a",
+        run="r",
+        group_id=GROUP,
+        closed_seq=77,
+        rewards=(
+            PostedReward(index=0, name="unit_tests", kind="pass_rate", value=0.75, detail="3 of 4"),
+            PostedReward(index=1, name="steps", kind="turns", turn_values=(0.5, None, 1.0)),
+        ),
+        source="rerun",
+        metadata={"commit": "abc"},
+        posted_at=12.5,
+        traceparent=TRACE,
+    ),
+    "policy_state.parsers": PolicyState(
+        tenant="shared",
+        policy="p",
+        pool="q",
+        base="base",
+        base_digest="ab" * 32,
+        tokenizer_prefix="tokenizers/x/",
+        tokenizer_digest="cd" * 32,
+        max_model_len=2048,
+        vocab_size=512,
+        dtype="float32",
+        tool_parser="hermes",
+        reasoning_parser="qwen3",
     ),
     "superseded": Superseded(
         tenant="acme",

@@ -63,6 +63,7 @@ class PolicyState(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
 
     `tenant` "shared" is readable by every tenant.  `pool` serves it; `tokenizer_prefix` and
     `tokenizer_digest` pin the tokenizer in S3; `base_digest` is the sha256 of the base weights.
+    `tool_parser` and `reasoning_parser` are vLLM's names of the parsers of its model family.
     `desired` is the version the fleet should run, `history` the desired versions so far, oldest first.
     """
 
@@ -83,6 +84,8 @@ class PolicyState(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     desired_prefix: str | None = None
     history: tuple[int, ...] = (0,)
     newest: int = 0
+    tool_parser: str | None = None
+    reasoning_parser: str | None = None
 
 
 MANIFEST_NAME = "manifest.json"

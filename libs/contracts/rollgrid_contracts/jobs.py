@@ -54,7 +54,9 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     """Sampling parameters under vLLM's names and defaults; `max_tokens` has none on purpose.
 
     `seed` is the group's seed (each sample derives its own, `ids.sample_seed`); None = unseeded.
-    `logprobs` is the number of top alternatives to return beside the sampled token's own.
+    `logprobs` is the number of top alternatives to return beside the sampled token's own,
+    `prompt_logprobs` the same for each prompt token (None = none).  `max_tokens` 0 samples nothing:
+    only prompt logprobs were asked for.
     """
 
     max_tokens: int
@@ -81,12 +83,17 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
 
 
 class ParsingSpec(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """How the sampler parses generated text (parsers by vLLM's names)."""
+    """How the sampler parses generated text (parsers by vLLM's names).
+
+    `tool_choice` is auto, required, or the name of the one function to call; `template_kwargs` are
+    the chat template's variables, which some reasoning parsers read.
+    """
 
     tool_parser: str | None = None
     reasoning_parser: str | None = None
     tools: tuple[dict[str, Any], ...] = ()
     tool_choice: str | None = None
+    template_kwargs: dict[str, Any] = {}
 
 
 class Session(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
@@ -135,7 +142,8 @@ class SampleGroup(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True,
 
     A group of `n` samples may be split into `shards` jobs; each names its own `indexes`.
     Times are UNIX seconds.  `task` is the caller's payload for scorers (answer, dataset, entry);
-    `metadata` is returned untouched.
+    `metadata` is returned untouched.  `record_format` is the form in which the group's close is
+    stored (`codec` content type without its prefix: msgpack or json).
     """
 
     tenant: str
@@ -171,6 +179,7 @@ class SampleGroup(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True,
     deadline: float
     reply: Reply = Reply.NONE
     traceparent: str | None = None
+    record_format: str = "msgpack"
 
 
 class OpenEpisode(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, tag="open_episode"):

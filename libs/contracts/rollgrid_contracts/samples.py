@@ -9,7 +9,7 @@ import msgspec
 
 from .arrays import Floats, TokenIds
 from .failures import ErrorInfo
-from .jobs import SamplingParams, Session, VersionSpan
+from .jobs import Resume, SamplingParams, Session, VersionSpan
 from .scoring import ScorerSpec
 
 
@@ -69,8 +69,23 @@ class TopLogprobs(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: Floats
 
 
+class PromptLogprobs(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """Logprob of each prompt token given those before it: f4, one per prompt token but the first.
+
+    `ranks` (1 = most likely) are u4, as long; `top` holds the alternatives of the same positions.
+    They are those of the model before temperature and cut-offs (`mode`), as in vLLM.
+    """
+
+    logprobs: Floats
+    ranks: TokenIds = TokenIds()
+    top: TopLogprobs | None = None
+    mode: str = "raw_logprobs"
+
+
 class Sample(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """One finished sample (or turn of one): the terminal entry before scores are added.
+
+    `prompt_logprobs`, when asked for, are on the first sample of each job only: all share the prompt.
 
     `token_ids` and `logprobs` have equal length; EOS and stop tokens stay in.  `seed` is the
     sample's own 63-bit seed, None when unseeded.  `version_spans` cover [0, len(token_ids)).
@@ -97,6 +112,7 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     routed_experts: BlobRef | None = None
     kept_tokens: BlobRef | None = None
     error: ErrorInfo | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class ScoringTask(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
@@ -115,6 +131,9 @@ class SamplesFinished(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=T
 
     `job_seq` is the RG_JOBS sequence of the job (the ledger waits until it has read it), `fence`
     that of the turn's dispatch.  `incarnation` names the worker process.
+
+    With `job_seq` 0 and n failed samples it is ingest's refusal of a submission that never became a
+    job: the group closes as rejected, stored in `record_format`.
     """
 
     tenant: str
@@ -134,6 +153,7 @@ class SamplesFinished(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=T
     samples: tuple[Sample, ...]
     scoring: ScoringTask | None = None
     traceparent: str | None = None
+    record_format: str = "msgpack"
 
 
 class GroupsCancelled(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, tag="groups_cancelled"):
@@ -152,7 +172,11 @@ class GroupsCancelled(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=T
 
 
 class TokenFrame(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, tag="token_frame"):
-    """Core-NATS frame of a streamed sample: tokens [offset, offset + len) of `attempt`."""
+    """Core-NATS frame of a streamed sample: tokens [offset, offset + len) of `attempt`.
+
+    `text` is what these tokens add to the visible text (of a parsed sample: to its content),
+    `reasoning` to its reasoning, `tool_calls` are deltas in OpenAI's shape.
+    """
 
     group_id: str
     index: int
@@ -162,6 +186,22 @@ class TokenFrame(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, 
     logprobs: Floats
     text: str = ""
     spans: tuple[VersionSpan, ...] = ()
+    top_logprobs: TopLogprobs | None = None
+    reasoning: str = ""
+    tool_calls: tuple[dict[str, Any], ...] = ()
+
+
+class StreamQuery(msgspec.Struct, frozen=True, kw_only=True, tag="stream_query"):
+    """Question of a redelivered worker to whoever streams the group: what was sent already?"""
+
+    group_id: str
+
+
+class StreamState(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, tag="stream_state"):
+    """Answer: per sample of the group, exactly what the client has; samples without an entry have nothing."""
+
+    group_id: str
+    sent: tuple[Resume, ...] = ()
 
 
 class SampleReply(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, tag="sample_reply"):

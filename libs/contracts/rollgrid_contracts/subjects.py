@@ -18,6 +18,7 @@ AUDIT_ALL = f"rg.{PARTITION}.audit.>"
 LEDGER_QUERY = "rg.ledger.query"
 WORKERS_CONTROL = "rg.ctl.worker.*"
 EVERY_WORKER = "all"
+REWARDS = "rewards"
 
 
 class PoolLane(NamedTuple):
@@ -62,6 +63,16 @@ def trajectories(tenant: str, run: str) -> str:
     return f"rg.{PARTITION}.trajectories.{tenant}.{run}"
 
 
+def run_rewards(tenant: str, run: str) -> str:
+    """Rewards posted onto the run's closed groups (`RewardsPosted`)."""
+    return f"rg.{PARTITION}.trajectories.{tenant}.{run}.{REWARDS}"
+
+
+def is_rewards(subject: str) -> bool:
+    """Whether a subject of RG_TRAJECTORIES carries posted rewards and not a close."""
+    return subject.count(".") == 5 and subject.endswith(f".{REWARDS}")
+
+
 def trajectories_of(tenant: str) -> str:
     return f"rg.{PARTITION}.trajectories.{tenant}.>"
 
@@ -80,6 +91,11 @@ def worker_control(worker: str) -> str:
 
 def reply(group: str) -> str:
     return f"rg.reply.{group}"
+
+
+def resume(group: str) -> str:
+    """Where a worker asks what was streamed of a group before it took over."""
+    return f"rg.resume.{group}"
 
 
 def tenant_of_submit(subject: str) -> str:

@@ -180,6 +180,16 @@ def scorer_consumer(kind: ScorerKind) -> Consumer:
     )
 
 
+def tenant_consumer(tenant: str, name: str = "default") -> Consumer:
+    """A tenant's own reader of its trajectories through NATS; made by the operator, never by the tenant."""
+    return Consumer(
+        stream=TRAJECTORIES.name,
+        durable=f"tenant_{tenant}_{name}",
+        filter_subject=subjects.trajectories_of(tenant),
+        max_ack_pending=10_000,
+    )
+
+
 ARCHIVER = Consumer(
     stream=TRAJECTORIES.name,
     durable="archiver",
@@ -201,6 +211,7 @@ class Header(StrEnum):
     COUNTS = "Rg-Counts"
     JOB_SEQUENCES = "Rg-Job-Seqs"
     CLAIM = "Rg-Claim"
+    IDEMPOTENCY_KEY = "Idempotency-Key"
     TRACEPARENT = "traceparent"
 
 

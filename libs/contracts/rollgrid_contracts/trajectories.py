@@ -75,6 +75,40 @@ class GroupClosed(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True,
     traceparent: str | None = None
 
 
+class PostedReward(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """A reward the customer computed for one sample, or for its turns.
+
+    `name` tells rewards of one sample apart, a later one under the same name replaces the earlier.
+    `kind` is free: scalar, pass_rate, judge, turns.  Either `value` or `turn_values` (one per turn,
+    None = no verdict) is set.
+    """
+
+    index: int
+    name: str = "reward"
+    kind: str = "scalar"
+    value: float | None = None
+    turn_values: tuple[float | None, ...] = ()
+    detail: str | None = None
+
+
+class RewardsPosted(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, tag="rewards_posted"):
+    """Event: rewards posted onto a group after the fact.  ingest → trainers, archiver.
+
+    On `subjects.run_rewards`, beside the closes of the run, under its own sequence; it changes no
+    terminal entry.
+    """
+
+    tenant: str
+    run: str
+    group_id: str
+    closed_seq: int = 0
+    rewards: tuple[PostedReward, ...]
+    source: str = "customer"
+    metadata: dict[str, Any] = {}
+    posted_at: float
+    traceparent: str | None = None
+
+
 class Superseded(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, tag="superseded"):
     """A finish that lost: later in stream order than the winner, or behind a newer fence."""
 
