@@ -1,0 +1,1 @@
+"""The unmodified `openai` SDK against rollgrid and against a plain vLLM server: one suite, two endpoints."""
