@@ -5,6 +5,8 @@ Secrets come from the environment or from a file (`…_FILE`), never from the co
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
@@ -22,13 +24,13 @@ class NatsSettings(BaseSettings):
     trajectories_max_bytes: int | None = None
 
 
-class RedisSettings(BaseSettings):
+class RedisSettings(EnvironmentSettings):
     model_config = SettingsConfigDict(env_prefix="ROLLGRID_REDIS_", extra="ignore")
 
     url: SecretStr = SecretStr("redis://127.0.0.1:6379/0")
 
 
-class S3Settings(BaseSettings):
+class S3Settings(EnvironmentSettings):
     model_config = SettingsConfigDict(env_prefix="ROLLGRID_S3_", extra="ignore")
 
     endpoint: str | None = Field(default=None, description="None = AWS")
@@ -39,7 +41,18 @@ class S3Settings(BaseSettings):
     timeout_s: float = 20.0
 
 
-class ServiceSettings(BaseSettings):
+class TraceSettings(BaseSettings):
+    """Traces are off unless an OTLP address or a file is named."""
+
+    model_config = SettingsConfigDict(env_prefix="ROLLGRID_TRACE_", extra="ignore", env_ignore_empty=True)
+
+    ratio: float = Field(default=0.01, ge=0, le=1, description="share of requests without a traceparent that are traced")
+    file: Path | None = Field(default=None, description="spans as JSON lines, appended")
+    otlp_endpoint: str | None = Field(default=None, validation_alias="OTEL_EXPORTER_OTLP_ENDPOINT")
+    otlp_traces_endpoint: str | None = Field(default=None, validation_alias="OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+
+
+class ServiceSettings(EnvironmentSettings):
     """Base of every service's settings.  `health_port` 0 turns the health server off."""
 
     model_config = SettingsConfigDict(env_prefix="ROLLGRID_", extra="ignore")
