@@ -11,19 +11,36 @@ from typing import Any, NamedTuple
 RESULTS = Path(__file__).parent / "results"
 
 
+class Budget(NamedTuple):
+    """A bound of the design (section 13) on one figure."""
+
+    figure: str
+    at_least: float | None = None
+    at_most: float | None = None
+
+    def verdict(self, value: float) -> str:
+        """How the value stands to the bound, in words."""
+        if self.at_least is not None:
+            return f"{'meets' if value >= self.at_least else 'MISSES'} >= {self.at_least:g}"
+        assert self.at_most is not None
+        return f"{'meets' if value <= self.at_most else 'MISSES'} <= {self.at_most:g}"
+
+
 class Result(NamedTuple):
     """`figures` by name; names that begin with `cpu_` are CPU seconds of one part."""
 
     name: str
     setting: dict[str, Any]
     figures: dict[str, float]
+    budgets: tuple[Budget, ...] = ()
 
 
 def print_result(result: Result) -> None:
     print(f"\n{result.name}   ({', '.join(f'{key} {value}' for key, value in result.setting.items())})")
     for key, value in result.figures.items():
         if not key.startswith("cpu_") or key.startswith("cpu_ms"):
-            print(f"  {key:28s} {value:12,.2f}")
+            verdicts = [budget.verdict(value) for budget in result.budgets if budget.figure == key]
+            print(f"  {key:28s} {value:12,.{3 if 'ratio' in key else 2}f}  {'; '.join(verdicts)}".rstrip())
     parts = {key[4:]: value for key, value in result.figures.items() if key.startswith("cpu_") and "_ms_" not in key}
     total = sum(parts.values())
     if total:

@@ -69,7 +69,7 @@ class SamplerService:
         self.engine = make_engine(settings)
         self._nats, self._s3 = nats or NatsSettings(), s3 or S3Settings()
         self._stack = contextlib.AsyncExitStack()
-        self._slots = Slots(settings.slots)
+        self._slots = Slots(settings.places)
         self._queue: FairQueue[PoolLane, HeldJob] = FairQueue()
         self._held: dict[int, HeldJob] = {}
         self._triage: set[asyncio.Task[None]] = set()
@@ -377,8 +377,8 @@ class SamplerService:
             device=self.settings.device,
             region=self.settings.region,
             dtype=self.settings.dtype,
-            slots=self._slots.total,
-            busy=self._slots.busy,
+            slots=self.settings.slots,
+            busy=min(self._slots.busy, self.settings.slots),
             max_model_len=self.engine.facts.max_model_len,
             loaded=self._weights.loaded(),
             draining=self._draining,
@@ -443,8 +443,8 @@ class SamplerService:
             "engine": self.settings.engine.value,
             "version": loaded.version,
             "fingerprint": loaded.fingerprint,
-            "slots": self._slots.total,
-            "busy": self._slots.busy,
+            "slots": self.settings.slots,
+            "busy": min(self._slots.busy, self.settings.slots),
             "held": len(self._held),
             "queued": len(self._queue),
             "lanes": self._lanes.count,

@@ -50,6 +50,9 @@ class SamplerSettings(ServiceSettings):
 
     # work
     slots: int = Field(default=32, ge=1, description="samples generated at once")
+    ahead: int | None = Field(
+        default=None, ge=0, description="samples handed to vLLM beyond its slots; None = an eighth of them, at least 1"
+    )
     prefetch: int = Field(default=2, ge=0, description="jobs held ready beyond the free slots, per lane")
     max_starts: int = Field(default=3, ge=1, description="recorded starts after which a job is poison")
     refuse_delay_s: float = Field(default=2.0, gt=0, description="delay of a refusal's nak, seconds")
@@ -86,3 +89,14 @@ class SamplerSettings(ServiceSettings):
     scripted_latency_s: float = Field(default=0.0, ge=0, description="time to the first token")
     scripted_token_rate: float = Field(default=0.0, ge=0, description="tokens per second and sample; 0 = at once")
     scripted_faults: dict[int, Fault] = Field(default={}, description="fault drills: prompt token id → what it does")
+
+    @property
+    def places(self) -> int:
+        """Samples in the engine's hands at once: those that generate, and those that wait inside it.
+
+        A waiting one starts in the very step in which another ends; handing it over only then
+        leaves the slot empty for as long as this process is busy with the end of the other.
+        """
+        if self.engine is not EngineKind.VLLM:
+            return self.slots
+        return self.slots + (max(1, self.slots // 8) if self.ahead is None else self.ahead)
