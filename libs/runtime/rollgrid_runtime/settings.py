@@ -5,13 +5,49 @@ Secrets come from the environment or from a file (`…_FILE`), never from the co
 
 from __future__ import annotations
 
+import os
+import typing
 from pathlib import Path
+from typing import Any
 
 from pydantic import Field, SecretStr
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, SettingsError
 
 
-class NatsSettings(BaseSettings):
+class EnvironmentSettings(BaseSettings):
+    """Settings from the environment.  A secret `NAME` may be given as `NAME_FILE`, the path of a file with it."""
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return init_settings, env_settings, SecretFiles(settings_cls)
+
+
+class SecretFiles(PydanticBaseSettingsSource):
+    """The secrets that `…_FILE` variables point to, without the white space around them."""
+
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
+        variable = f"{self.config.get('env_prefix', '')}{field_name}_FILE".upper()
+        if SecretStr not in (field.annotation, *typing.get_args(field.annotation)) or not os.environ.get(variable):
+            return None, field_name, False
+        try:
+            return Path(os.environ[variable]).read_text().strip(), field_name, False
+        except (OSError, UnicodeDecodeError) as error:
+            raise SettingsError(f"{variable}: {error}") from error
+
+    def __call__(self) -> dict[str, Any]:
+        found = {name: self.get_field_value(field, name)[0] for name, field in self.settings_cls.model_fields.items()}
+        return {name: value for name, value in found.items() if value is not None}
+
+
+class NatsSettings(EnvironmentSettings):
     model_config = SettingsConfigDict(env_prefix="ROLLGRID_NATS_", extra="ignore")
 
     url: str = "nats://127.0.0.1:4222"
