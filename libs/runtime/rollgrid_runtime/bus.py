@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -29,6 +30,7 @@ from rollgrid_contracts.topology import (
     Header,
 )
 
+from . import bus_metrics as metrics
 from .blobs import Blobs
 from .errors import BusError, Conflict, QueueFull, RollgridError
 from .logging import get_logger
@@ -101,6 +103,7 @@ class Bus:
         async def on_reconnected() -> None:
             if bus is not None:
                 bus.connection_epoch += 1
+            metrics.RECONNECTS.inc()
             log.info("nats_reconnected")
 
         client = _CancellableClient()
@@ -167,14 +170,17 @@ class Bus:
             head[DEDUPE_HEADER] = msg_id
         if expected_last is not None:
             head[EXPECTED_SEQUENCE_HEADER] = str(expected_last)
-        problem = "no answer"
+        problem, begun = "no answer", time.perf_counter()
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
                     try:
-                        return _ack(
+                        ack = _ack(
                             await self.client.request(subject, payload, headers=head, timeout=min(5.0, timeout_s))
                         )
+                        if not ack.duplicate:
+                            metrics.published(time.perf_counter() - begun)
+                        return ack
                     except _TRANSIENT as error:
                         problem = repr(error)
                         if expected_last is not None:
@@ -220,7 +226,7 @@ class Bus:
 
     async def _publish_atomic(self, items: Sequence[Outgoing], last: int | None, timeout_s: float) -> list[int]:
         """An atomic batch (ADR-50): all or nothing, about 4 fsyncs whatever its size."""
-        batch = ids.new_key()
+        batch, begun = ids.new_key(), time.perf_counter()
         try:
             async with asyncio.timeout(timeout_s):
                 for position, item in enumerate(items, 1):
@@ -231,6 +237,7 @@ class Bus:
                     if position == len(items):
                         head["Nats-Batch-Commit"] = "1"
                         ack = _ack(await self.client.request(item.subject, payload, headers=head, timeout=timeout_s))
+                        metrics.published_batch(len(items), time.perf_counter() - begun)
                         return list(range(ack.sequence - len(items) + 1, ack.sequence + 1))
                     if position == 1:
                         _refuse_error(await self.client.request(item.subject, payload, headers=head, timeout=timeout_s))
@@ -277,12 +284,16 @@ class Bus:
             await self.publish_core(reply, message)
 
     async def publish_raw(self, subject: str, data: bytes, reply: str = "") -> None:
+        if data == metrics.ACK:
+            metrics.acknowledged(subject)
         try:
             await self.client.publish(subject, data, reply=reply)
         except NatsError as error:
             raise BusError(f"publish to {subject}: {error!r}") from error
 
     async def request_raw(self, subject: str, data: bytes, timeout_s: float) -> bytes:
+        if data == metrics.ACK:
+            metrics.acknowledged(subject)
         try:
             return bytes((await self.client.request(subject, data, timeout=timeout_s)).data)
         except _TRANSIENT as error:

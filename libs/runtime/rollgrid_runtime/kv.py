@@ -21,6 +21,7 @@ from nats.js.kv import KeyValue
 from rollgrid_contracts import codec
 from rollgrid_contracts.topology import Bucket
 
+from . import bus_metrics
 from .bus import Bus
 from .errors import BusError, Conflict
 from .logging import get_logger
@@ -67,7 +68,9 @@ class Table(Generic[V]):
         """Write a key that must not exist; its revision.  Raises Conflict when it does."""
         store = await self._kv()
         try:
-            return await store.create(key, codec.encode(value))
+            written = await store.create(key, codec.encode(value))
+            bus_metrics.written()
+            return written
         except KeyWrongLastSequenceError as error:
             raise Conflict(f"{self.bucket.name}/{key} exists") from error
         except (APIError, NatsError, TimeoutError) as error:
@@ -77,7 +80,9 @@ class Table(Generic[V]):
         """Compare-and-set against `revision`; the new one.  Raises Conflict when it has moved."""
         store = await self._kv()
         try:
-            return await store.update(key, codec.encode(value), last=revision)
+            written = await store.update(key, codec.encode(value), last=revision)
+            bus_metrics.written()
+            return written
         except KeyWrongLastSequenceError as error:
             raise Conflict(f"{self.bucket.name}/{key} is past revision {revision}") from error
         except (APIError, NatsError, TimeoutError) as error:
@@ -86,7 +91,9 @@ class Table(Generic[V]):
     async def put(self, key: str, value: V) -> int:
         store = await self._kv()
         try:
-            return await store.put(key, codec.encode(value))
+            written = await store.put(key, codec.encode(value))
+            bus_metrics.written()
+            return written
         except (APIError, NatsError, TimeoutError) as error:
             raise BusError(f"{self.bucket.name}/{key}: {error!r}") from error
 
@@ -94,6 +101,7 @@ class Table(Generic[V]):
         store = await self._kv()
         try:
             await store.delete(key)
+            bus_metrics.written()
         except (APIError, NatsError, TimeoutError) as error:
             raise BusError(f"{self.bucket.name}/{key}: {error!r}") from error
 

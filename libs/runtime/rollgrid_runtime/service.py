@@ -8,19 +8,28 @@ import os
 import secrets
 import signal
 import socket
+import time
 from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
+from prometheus_client import Histogram
+
+from . import telemetry
 from .blobs import Blobs
 from .bus import Bus
 from .errors import RollgridError
 from .health import HealthApp, http_server
 from .logging import configure_logging, get_logger
 from .provision import provision
-from .settings import NatsSettings, S3Settings, ServiceSettings
+from .settings import NatsSettings, S3Settings, ServiceSettings, TraceSettings
 
 log = get_logger(__name__)
 LOOP_LAG_PERIOD_S = 0.25
+LOOP_LAG = Histogram(
+    "rollgrid_process_loop_lag_seconds",
+    "How late the event loop runs what is due",
+    buckets=(0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10),
+)
 
 
 class Service(Protocol):
@@ -67,7 +76,8 @@ async def connections(
 
 def run_service(service: Service, settings: ServiceSettings) -> int:
     """Run to the end; the process's exit code (0 after a drain, 1 after a failure)."""
-    configure_logging(service.name, settings.log_level, settings.log_format)
+    configure_logging(service.name, settings.log_level, settings.log_format, settings.instance)
+    _begin_traces(service.name, settings)
     try:
         import uvloop
 
@@ -94,13 +104,45 @@ async def _serve(service: Service, settings: ServiceSettings) -> int:
             code = await _until_stopped(service, settings, stop)
     finally:
         await service.stop()
+        await _end_traces()
         log.info("stopped", code=code)
     return code
+
+
+def _begin_traces(name: str, settings: ServiceSettings) -> None:
+    """Record spans if the environment names a place for them; a place that cannot be used costs the traces alone."""
+    traces = TraceSettings()
+    if not (traces.otlp_endpoint or traces.otlp_traces_endpoint or traces.file):
+        return
+    from .tracing import recorder_of
+
+    try:
+        recorder = recorder_of(name, instance_name(settings, name), traces)
+    except (OSError, ValueError) as error:
+        log.error("traces_off", error=str(error))
+        return
+    if recorder is not None:
+        telemetry.enable(recorder, traces.ratio)
+
+
+async def _end_traces() -> None:
+    recorder = telemetry.disable()
+    if recorder is not None and not await asyncio.to_thread(recorder.close):
+        log.warning("spans_given_up")
+
+
+async def _probe_loop() -> None:
+    """Observe how late a timer fires: whatever blocks the loop shows here."""
+    while True:
+        due = time.monotonic() + LOOP_LAG_PERIOD_S
+        await asyncio.sleep(LOOP_LAG_PERIOD_S)
+        LOOP_LAG.observe(max(0.0, time.monotonic() - due))
 
 
 async def _until_stopped(service: Service, settings: ServiceSettings, stop: asyncio.Event) -> int:
     work = asyncio.create_task(service.run())
     stopping = asyncio.create_task(stop.wait())
+    probe = asyncio.create_task(_probe_loop())
     await asyncio.wait({work, stopping}, return_when=asyncio.FIRST_COMPLETED)
     code = 0
     if not work.done():
@@ -112,6 +154,7 @@ async def _until_stopped(service: Service, settings: ServiceSettings, stop: asyn
             log.warning("drain_timed_out", drain_s=settings.drain_s)
         work.cancel()
     stopping.cancel()
+    probe.cancel()
     try:
         await work
     except asyncio.CancelledError:

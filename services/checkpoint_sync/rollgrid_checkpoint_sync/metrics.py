@@ -1,0 +1,24 @@
+"""What checkpoint-sync counts; exposed on the health server's /metrics.
+
+`policy` is a label: there are as many as the settings name.
+"""
+
+from __future__ import annotations
+
+from prometheus_client import Counter, Gauge, Histogram
+
+VERSIONS = Counter("rollgrid_checkpoint_sync_versions_total", "Published versions decided", ["policy", "outcome"])
+DESIRED = Gauge("rollgrid_checkpoint_sync_desired_version", "Version the policy's workers should run", ["policy"])
+NEWEST = Gauge("rollgrid_checkpoint_sync_newest_version", "Newest version adopted", ["policy"])
+VERIFY_SECONDS = Histogram(
+    "rollgrid_checkpoint_sync_verify_seconds",
+    "Verification of one version, from the listing to the verdict",
+    buckets=(0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600),
+)
+PUBLISH_LAG = Histogram(
+    "rollgrid_checkpoint_sync_publish_lag_seconds",
+    "From a version's commit to its being desired",
+    buckets=(0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800),
+)
+FAILURES = Counter("rollgrid_checkpoint_sync_failures_total", "Rounds of a policy that failed", ["step"])
+UNSETTLED = Gauge("rollgrid_checkpoint_sync_unsettled_policies", "Policies not registered or not reconciled")
