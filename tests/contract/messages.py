@@ -16,7 +16,7 @@ from rollgrid_contracts.checkpoints import (
     PolicyState,
     TensorInfo,
 )
-from rollgrid_contracts.columns import ArchivedClose, ArchiveManifest
+from rollgrid_contracts.columns import ArchivedClose, ArchivedPost, ArchivedRewards, ArchiveManifest
 from rollgrid_contracts.episodes import ForkReason, SessionEnded, SessionForked, SessionOutcome
 from rollgrid_contracts.failures import Boundary, ErrorCode, ErrorInfo
 from rollgrid_contracts.fleet import (
@@ -560,6 +560,21 @@ FULL: dict[str, Any] = {
         last_at=1_700_000_011.5,
         created_at=1_700_000_012.5,
         writer="logger-1",
+    ),
+    "archive_manifest.rewards": ArchiveManifest(
+        first=13,
+        last=13,
+        groups=0,
+        rows=0,
+        key=None,
+        closes=(),
+        rewards=ArchivedRewards(
+            key="archive/0/rewards/13-13-0123456789ab.parquet",
+            sha256="02" * 32,
+            size=2048,
+            rows=2,
+            posts=(ArchivedPost(sequence=13, group_id=GROUP, tenant="acme", run="run-1", key="wabc"),),
+        ),
     ),
 }
 """Every field set to something that is not its default."""

@@ -1,7 +1,8 @@
 """The archive: its columns, declared once, and the manifest that makes an object count.
 
 One Parquet row is one sample of one closed group; rows of a group are adjacent, ordered by index,
-groups by stream sequence.  Every storage's schema is rendered from here.
+groups by stream sequence.  Posted rewards are a dataset of their own under the same manifests.
+Every storage's schema is rendered from here.
 
 To add a column: declare it here and give it a value in `rollgrid_runtime.archive_rows`.  Old objects
 lack it and stay readable: whatever no typed column holds travels in the two record columns.
@@ -23,6 +24,7 @@ ARCHIVE_PREFIX = f"archive/{PARTITION}/"
 MANIFEST_PREFIX = ARCHIVE_PREFIX + "manifests/"
 DATA_PREFIX = ARCHIVE_PREFIX + "data/"
 SUPERSEDED_PREFIX = ARCHIVE_PREFIX + "superseded/"
+REWARDS_PREFIX = ARCHIVE_PREFIX + "rewards/"
 
 
 def manifest_key(first: int) -> str:
@@ -40,6 +42,11 @@ def data_key(first: int, last: int, sha256: str) -> str:
     It names its content: rivals that write the same range never overwrite each other's bytes.
     """
     return f"{DATA_PREFIX}{first}-{last}-{sha256[:12]}.parquet"
+
+
+def rewards_key(first: int, last: int, sha256: str) -> str:
+    """As `data_key`, of the object with the rewards posted in [first, last]."""
+    return f"{REWARDS_PREFIX}{first}-{last}-{sha256[:12]}.parquet"
 
 
 class Kind(StrEnum):
@@ -131,6 +138,26 @@ RECORD_COLUMNS = (
 
 COLUMNS = GROUP_COLUMNS + SAMPLE_COLUMNS + RECORD_COLUMNS
 
+REWARD_COLUMNS = (
+    Column("sequence", Kind.SEQUENCE, False, "RG_TRAJECTORIES sequence of the post: a later one replaces an earlier"),
+    Column("tenant", Kind.CATEGORY, False, "owner; readers must filter by it"),
+    Column("run", Kind.CATEGORY, False, "training run"),
+    Column("group_id", Kind.TEXT, False, "group the reward was posted onto"),
+    Column("closed_sequence", Kind.SEQUENCE, False, "RG_TRAJECTORIES sequence of that group's close"),
+    Column("index", Kind.INT, False, "index of the sample in its group"),
+    Column("name", Kind.CATEGORY, False, "tells rewards of one sample apart"),
+    Column("kind", Kind.CATEGORY, False, "what it is: scalar, pass_rate, judge, turns, or the caller's own word"),
+    Column("value", Kind.FLOAT, True, "null when it is one per turn"),
+    Column("turn_values", Kind.NUMBERS, False, "one per turn, null where there is no verdict"),
+    Column("detail", Kind.TEXT, True, "the caller's remark"),
+    Column("source", Kind.CATEGORY, False, "who says so"),
+    Column("metadata", Kind.JSON, False, "the caller's own, returned untouched"),
+    Column("posted_at", Kind.FLOAT, False, "UNIX seconds at which ingest took it"),
+    Column("traceparent", Kind.TEXT, True, "trace of the request"),
+    Column("post_record", Kind.BYTES, True, "msgpack RewardsPosted; first row of each post only"),
+)
+"""The rewards dataset: one row is one reward of one post; rows of a post are adjacent, in stream order."""
+
 
 class ArchivedClose(msgspec.Struct, frozen=True, kw_only=True):
     """One close of an archived range: `counts` as in the `Rg-Counts` header, `at` UNIX seconds."""
@@ -144,12 +171,32 @@ class ArchivedClose(msgspec.Struct, frozen=True, kw_only=True):
     at: float
 
 
+class ArchivedPost(msgspec.Struct, frozen=True, kw_only=True):
+    """One `RewardsPosted` of an archived range; `key` is the id under which a repeat of it is known."""
+
+    sequence: int
+    group_id: str
+    tenant: str
+    run: str
+    key: str
+
+
+class ArchivedRewards(msgspec.Struct, frozen=True, kw_only=True):
+    """What was posted in an archived range: its object (one row per reward) and the posts in it."""
+
+    key: str
+    sha256: str
+    size: int
+    rows: int
+    posts: tuple[ArchivedPost, ...]
+
+
 class ArchiveManifest(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """`manifests/<first>.json`, written last by conditional create: it makes the object count.
 
     Ranges of successive manifests are adjacent: each begins behind the last of the one before.
-    A sequence of the range that is in neither `closes` nor `unreadable` was no longer stored.
-    `key` is None when the range holds no group.
+    A sequence of the range that is in none of `closes`, `rewards.posts` and `unreadable` was no longer stored.
+    `key` is None when the range holds no group, `rewards` when it holds no post.
     """
 
     schema: int = ARCHIVE_SCHEMA
@@ -166,3 +213,4 @@ class ArchiveManifest(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=T
     last_at: float = 0.0
     created_at: float = 0.0
     writer: str = ""
+    rewards: ArchivedRewards | None = None

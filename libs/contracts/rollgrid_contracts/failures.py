@@ -25,6 +25,7 @@ class ErrorCode(StrEnum):
     PAYLOAD_TOO_LARGE = "payload_too_large"
     UNSUPPORTED = "unsupported"
     IDEMPOTENCY_CONFLICT = "idempotency_conflict"
+    GROUP_OPEN = "group_open"
     UNAUTHENTICATED = "unauthenticated"
     FORBIDDEN = "forbidden"
     VERSION_UNAVAILABLE = "version_unavailable"

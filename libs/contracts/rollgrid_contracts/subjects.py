@@ -74,7 +74,13 @@ def is_rewards(subject: str) -> bool:
 
 
 def trajectories_of(tenant: str) -> str:
+    """Filter: everything of one tenant, closes and posted rewards."""
     return f"rg.{PARTITION}.trajectories.{tenant}.>"
+
+
+def closes_of(tenant: str) -> str:
+    """Filter: the closes of one tenant, whatever run."""
+    return f"rg.{PARTITION}.trajectories.{tenant}.*"
 
 
 def checkpoints(tenant: str, policy: str) -> str:

@@ -1,4 +1,4 @@
-"""Reading the archive in S3: closed groups under the same sequence numbers as the stream.
+"""Reading the archive in S3: closed groups and posted rewards under the same sequence numbers as the stream.
 
 Manifests alone say what exists; an object without one is the remains of a crash.  Needs the extra
 `[archive]` (pyarrow) once rows are read.  The writer is the trajectory logger.
@@ -16,11 +16,12 @@ import msgspec
 from rollgrid_contracts.columns import (
     ARCHIVE_SCHEMA,
     MANIFEST_PREFIX,
+    ArchivedPost,
     ArchiveManifest,
     first_of_manifest,
     manifest_key,
 )
-from rollgrid_contracts.trajectories import GroupClosed
+from rollgrid_contracts.trajectories import GroupClosed, RewardsPosted
 
 from .blobs import Blobs
 from .errors import PayloadGone, StorageError
@@ -38,6 +39,14 @@ class ArchivePage(NamedTuple):
     """
 
     groups: list[tuple[int, GroupClosed]]
+    read_to: int
+    more: bool
+
+
+class PostsPage(NamedTuple):
+    """Posted rewards in sequence order; `read_to` and `more` as in `ArchivePage`."""
+
+    posts: list[tuple[int, RewardsPosted]]
     read_to: int
     more: bool
 
@@ -104,7 +113,7 @@ class ArchiveManifests:
 
 
 class ArchiveReader:
-    """Closed groups of one tenant, behind a cursor.  All methods raise StorageError."""
+    """Closed groups and posted rewards of one tenant, behind a cursor.  All methods raise StorageError."""
 
     def __init__(self, blobs: Blobs) -> None:
         self._blobs = blobs
@@ -138,6 +147,33 @@ class ArchiveReader:
         found = await self._rows(manifest, tenant, None, sequence - 1, 1)
         return found[0][1] if found else None
 
+    async def rewards(self, tenant: str, run: str, after: int = 0, limit: int = 100) -> PostsPage:
+        """Up to `limit` posts onto groups of `run` with a sequence greater than `after`."""
+        posts: list[tuple[int, RewardsPosted]] = []
+        downloads = 0
+        while len(posts) < limit:
+            manifest = await self.manifests.covering(after + 1)
+            if manifest is None:
+                return PostsPage(posts, after, False)
+            if posts_of(manifest, tenant, run, after):
+                if downloads == OBJECTS_PER_READ:
+                    break
+                downloads += 1
+                posts += await self._posts(manifest, tenant, run, after, limit - len(posts))
+                if len(posts) >= limit:
+                    return PostsPage(posts, posts[-1][0], True)
+            after = manifest.last
+        return PostsPage(posts, after, True)
+
+    async def _posts(
+        self, manifest: ArchiveManifest, tenant: str, run: str, after: int, limit: int
+    ) -> list[tuple[int, RewardsPosted]]:
+        from .archive_rewards import from_parquet  # pyarrow: only readers of rows pay for it
+
+        assert manifest.rewards is not None
+        data = await self._object(manifest.rewards.key, manifest.rewards.sha256)
+        return await asyncio.to_thread(from_parquet, data, tenant, run, after, limit)
+
     async def _rows(
         self, manifest: ArchiveManifest, tenant: str, run: str | None, after: int, limit: int
     ) -> list[tuple[int, GroupClosed]]:
@@ -150,15 +186,18 @@ class ArchiveReader:
         """The Parquet file of a manifest, checked against its digest."""
         if manifest.key is None:
             raise PayloadGone(f"archive range {manifest.first}-{manifest.last} holds no group")
-        data = self._objects.get(manifest.key)
+        return await self._object(manifest.key, manifest.sha256)
+
+    async def _object(self, key: str, sha256: str) -> bytes:
+        data = self._objects.get(key)
         if data is None:
-            data = await self._blobs.get(manifest.key)
+            data = await self._blobs.get(key)
             if data is None:
-                raise PayloadGone(f"archive object {manifest.key} is gone")
+                raise PayloadGone(f"archive object {key} is gone")
             digest = await asyncio.to_thread(lambda whole: hashlib.sha256(whole).hexdigest(), data)
-            if digest != manifest.sha256:
-                raise PayloadGone(f"archive object {manifest.key} does not match its digest")
-            self._objects[manifest.key] = data
+            if digest != sha256:
+                raise PayloadGone(f"archive object {key} does not match its digest")
+            self._objects[key] = data
             if len(self._objects) > OBJECTS_CACHED:
                 self._objects.popitem(last=False)
         return data
@@ -168,3 +207,9 @@ def _holds(manifest: ArchiveManifest, tenant: str, run: str | None, after: int) 
     return tenant in manifest.tenants and any(
         close.sequence > after and close.tenant == tenant and run in (None, close.run) for close in manifest.closes
     )
+
+
+def posts_of(manifest: ArchiveManifest, tenant: str, run: str, after: int = 0) -> list[ArchivedPost]:
+    """The manifest's posts of one run behind a sequence."""
+    posts = manifest.rewards.posts if manifest.rewards is not None else ()
+    return [post for post in posts if post.sequence > after and (post.tenant, post.run) == (tenant, run)]

@@ -23,7 +23,7 @@ Numbered = tuple[int, GroupClosed]
 """A close and its RG_TRAJECTORIES sequence."""
 
 ZSTD_LEVEL = 3
-_TYPES: dict[Kind, Any] = {
+TYPES: dict[Kind, Any] = {
     Kind.TEXT: pa.string(),
     Kind.CATEGORY: pa.string(),
     Kind.INT: pa.int64(),
@@ -97,7 +97,7 @@ _OF_ENTRY: dict[str, Callable[[Entry], Any]] = {
 
 
 def schema() -> pa.Schema:
-    return pa.schema([pa.field(c.name, _TYPES[c.kind], c.nullable, {"about": c.about}) for c in COLUMNS])
+    return pa.schema([pa.field(c.name, TYPES[c.kind], c.nullable, {"about": c.about}) for c in COLUMNS])
 
 
 def to_table(groups: Sequence[Numbered]) -> pa.Table:
@@ -188,14 +188,14 @@ def _repeated(values: Iterable[Any], widths: Sequence[int]) -> list[Any]:
 def _array(column: Column, values: list[Any]) -> Any:
     if column.kind in _PACKED:
         return _list_array(column.kind, values)
-    return pa.array(values, _TYPES[column.kind])
+    return pa.array(values, TYPES[column.kind])
 
 
 def _list_array(kind: Kind, values: Sequence[PackedArray[Any]]) -> Any:
     whole = b"".join(value.packed for value in values)
     offsets = list(itertools.accumulate((len(value) for value in values), initial=0))
-    inner = pa.Array.from_buffers(_TYPES[kind].value_type, offsets[-1], [None, pa.py_buffer(whole)])
-    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), inner, type=_TYPES[kind])
+    inner = pa.Array.from_buffers(TYPES[kind].value_type, offsets[-1], [None, pa.py_buffer(whole)])
+    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), inner, type=TYPES[kind])
 
 
 def _packed(table: pa.Table, name: str, kind: type[Any]) -> list[Any]:

@@ -29,6 +29,7 @@ VERDICTS: dict[ErrorCode, Verdict] = {
     ErrorCode.MODEL_NOT_FOUND: Verdict(404, False),
     ErrorCode.NOT_FOUND: Verdict(404, False),
     ErrorCode.IDEMPOTENCY_CONFLICT: Verdict(409, False),
+    ErrorCode.GROUP_OPEN: Verdict(409, True),
     ErrorCode.VERSION_UNAVAILABLE: Verdict(409, True),
     ErrorCode.VERSION_GONE: Verdict(410, False),
     ErrorCode.PAYLOAD_TOO_LARGE: Verdict(413, False),

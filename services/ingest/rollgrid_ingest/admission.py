@@ -108,7 +108,7 @@ class TenantGauge:
 
     async def follow(self) -> None:
         """Count, then follow closes, for ever."""
-        subject = subjects.trajectories_of(self._tenant)
+        subject = subjects.closes_of(self._tenant)
         async with Tail(self._bus, TRAJECTORIES.name, subject, self._on_close) as tail:
             while True:
                 try:

@@ -1,4 +1,5 @@
-"""Writes closed groups to S3: a Parquet object for a range of sequences, then its manifest, then the acks.
+"""Writes the trajectory stream to S3: Parquet objects for a range of sequences (one of closed groups, one of
+posted rewards), then their manifest, then the acks.
 
 A range begins behind the last manifest's, and manifests are created only if absent, so ranges
 never overlap and never leave a hole, whoever writes and wherever he is killed.
@@ -13,11 +14,21 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import msgspec
-from rollgrid_contracts import codec
-from rollgrid_contracts.columns import SUPERSEDED_PREFIX, ArchivedClose, ArchiveManifest, data_key, manifest_key
+from rollgrid_contracts import codec, subjects
+from rollgrid_contracts.columns import (
+    SUPERSEDED_PREFIX,
+    ArchivedClose,
+    ArchivedPost,
+    ArchivedRewards,
+    ArchiveManifest,
+    data_key,
+    manifest_key,
+    rewards_key,
+)
 from rollgrid_contracts.ids import new_key
-from rollgrid_contracts.topology import ARCHIVER, TRAJECTORIES, Header
-from rollgrid_contracts.trajectories import GroupClosed, Superseded, count_statuses
+from rollgrid_contracts.topology import ARCHIVER, DEDUPE_HEADER, TRAJECTORIES, Header
+from rollgrid_contracts.trajectories import GroupClosed, RewardsPosted, Superseded, count_statuses
+from rollgrid_runtime import archive_rewards
 from rollgrid_runtime.archive import ArchiveManifests
 from rollgrid_runtime.archive_rows import to_parquet
 from rollgrid_runtime.blobs import Blobs
@@ -40,9 +51,16 @@ LIST_BEHIND = 100_000
 
 
 class Buffered(NamedTuple):
+    """A stored message: a close, a post (with the id under which its repeats are known), or neither (unreadable)."""
+
     seq: int
-    group: GroupClosed | None
-    """None = nobody can read what is stored there."""
+    group: GroupClosed | None = None
+    post: RewardsPosted | None = None
+    post_key: str = ""
+
+    @property
+    def unreadable(self) -> bool:
+        return self.group is None and self.post is None
 
 
 class Archiver:
@@ -137,7 +155,7 @@ class Archiver:
             return
         if delivery.sequence > self.read_to + 1:
             await self._fill(delivery.sequence - 1)
-        await self._add(delivery.sequence, delivery.data, delivery.headers)
+        await self._add(delivery.sequence, delivery.subject, delivery.data, delivery.headers)
 
     async def _read_undelivered(self) -> None:
         """Read what was sent to an earlier life or connection: by itself it would come only after the ack-wait."""
@@ -159,23 +177,23 @@ class Archiver:
             if message is None:
                 self.read_to = seq
             else:
-                await self._add(seq, message.data or b"", message.headers or {})
+                await self._add(seq, message.subject or "", message.data or b"", message.headers or {})
 
-    async def _add(self, seq: int, data: bytes, headers: dict[str, str]) -> None:
+    async def _add(self, seq: int, subject: str, data: bytes, headers: dict[str, str]) -> None:
         """Buffer what is stored at `seq`, unless a rival has archived it meanwhile."""
         if seq <= self.read_to:
             return
-        group: GroupClosed | None = None
+        found = Buffered(seq)
         try:
             body = await self._bus.resolve(data, headers)
-            group = codec.decode(body, GroupClosed, headers.get(Header.CONTENT_TYPE.value, codec.MSGPACK))
+            found = _decoded(seq, subject, body, headers)
             self._bytes += len(body)
         except (msgspec.MsgspecError, RecursionError, PayloadGone) as error:
             metrics.UNREADABLE.labels(TRAJECTORIES.name).inc()
             log.error("unreadable_close", seq=seq, error=repr(error))
         if not self._buffer:
             self._since = time.monotonic()
-        self._buffer.append(Buffered(seq, group))
+        self._buffer.append(found)
         self.read_to = seq
         if self._is_full():
             await self._write()
@@ -209,16 +227,14 @@ class Archiver:
         log.warning("archive_held", error=problem, waiting=len(self._buffer))
 
     async def _write_once(self) -> None:
-        """One object and its manifest.  Raises StorageError; the buffer stays until a manifest covers it."""
+        """The range's objects and its manifest.  Raises StorageError; the buffer stays until a manifest covers it."""
         first, last = self.archived_to + 1, self.read_to
         assert first <= self._buffer[0].seq <= last == max(last, self._buffer[-1].seq)
-        groups = [(seq, group) for seq, group in self._buffer if group is not None]
+        groups = [(item.seq, item.group) for item in self._buffer if item.group is not None]
         key, digest, size = None, "", 0
         if groups:
-            data = await asyncio.to_thread(to_parquet, groups)
-            digest, size = hashlib.sha256(data).hexdigest(), len(data)
-            key = data_key(first, last, digest)
-            await self._blobs.put(key, data)
+            key, digest, size = await self._put(data_key, first, last, await asyncio.to_thread(to_parquet, groups))
+        rewards = await self._write_rewards(first, last)
         manifest = ArchiveManifest(
             first=first,
             last=last,
@@ -228,15 +244,17 @@ class Archiver:
             sha256=digest,
             size=size,
             closes=tuple(_archived_close(seq, group) for seq, group in groups),
-            unreadable=tuple(seq for seq, group in self._buffer if group is None),
+            unreadable=tuple(item.seq for item in self._buffer if item.unreadable),
             tenants=tuple(sorted({group.tenant for _, group in groups})),
             last_at=groups[-1][1].closed_at if groups else 0.0,
             created_at=time.time(),
             writer=self._writer,
+            rewards=rewards,
         )
         if await self._blobs.create(manifest_key(first), msgspec.json.encode(manifest)):
             metrics.ARCHIVED_GROUPS.inc(len(groups))
-            metrics.ARCHIVED_BYTES.inc(size)
+            metrics.ARCHIVED_POSTS.inc(len(rewards.posts) if rewards else 0)
+            metrics.ARCHIVED_BYTES.inc(size + (rewards.size if rewards else 0))
             await self._continue_behind(last)
             return
         log.info("manifest_exists", first=first)  # a rival's, or ours whose answer was lost
@@ -244,6 +262,29 @@ class Archiver:
         if written is None or written.last < first:
             raise StorageError(f"manifest {first} exists and is not listed yet")
         await self._continue_behind(written.last)
+
+    async def _write_rewards(self, first: int, last: int) -> ArchivedRewards | None:
+        posts = [(item.seq, item.post) for item in self._buffer if item.post is not None]
+        if not posts:
+            return None
+        data = await asyncio.to_thread(archive_rewards.to_parquet, posts)
+        key, digest, size = await self._put(rewards_key, first, last, data)
+        return ArchivedRewards(
+            key=key,
+            sha256=digest,
+            size=size,
+            rows=sum(len(post.rewards) for _, post in posts),
+            posts=tuple(_archived_post(item, item.post) for item in self._buffer if item.post is not None),
+        )
+
+    async def _put(
+        self, name: Callable[[int, int, str], str], first: int, last: int, data: bytes
+    ) -> tuple[str, str, int]:
+        """Key, digest and size of the object."""
+        digest = hashlib.sha256(data).hexdigest()
+        key = name(first, last, digest)
+        await self._blobs.put(key, data)
+        return key, digest, len(data)
 
     async def _acknowledge(self) -> None:
         for seq in [seq for seq in self._acks if seq <= self.archived_to]:
@@ -266,8 +307,23 @@ class Archiver:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """`archive_lag` counts closes that are stored and not yet behind a manifest."""
+        """`archive_lag` counts messages that are stored and not yet behind a manifest."""
         return {"archived_to": self.archived_to, "archive_lag": self._pending + len(self._buffer)}
+
+
+def _decoded(seq: int, subject: str, body: bytes, headers: dict[str, str]) -> Buffered:
+    """Raises msgspec.MsgspecError, RecursionError."""
+    kind = headers.get(Header.CONTENT_TYPE.value, codec.MSGPACK)
+    if not subjects.is_rewards(subject):
+        return Buffered(seq, codec.decode(body, GroupClosed, kind))
+    post = codec.decode(body, RewardsPosted, kind)
+    if not post.rewards:
+        raise msgspec.ValidationError("a post without a reward")
+    return Buffered(seq, None, post, headers.get(DEDUPE_HEADER, ""))
+
+
+def _archived_post(item: Buffered, post: RewardsPosted) -> ArchivedPost:
+    return ArchivedPost(sequence=item.seq, group_id=post.group_id, tenant=post.tenant, run=post.run, key=item.post_key)
 
 
 def _archived_close(seq: int, group: GroupClosed) -> ArchivedClose:

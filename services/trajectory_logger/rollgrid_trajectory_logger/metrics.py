@@ -27,6 +27,7 @@ DOUBLE_CLOSES = Gauge("rollgrid_ledger_double_closes", "Groups found closed twic
 ARCHIVED_TO = Gauge("rollgrid_archive_archived_to", "Last RG_TRAJECTORIES sequence behind a manifest")
 ARCHIVE_LAG = Gauge("rollgrid_archive_lag", "Sequences stored and not yet archived")
 ARCHIVED_GROUPS = Counter("rollgrid_archive_groups_total", "Groups archived by this process")
+ARCHIVED_POSTS = Counter("rollgrid_archive_posts_total", "Posts of rewards archived by this process")
 ARCHIVED_BYTES = Counter("rollgrid_archive_bytes_total", "Parquet bytes written by this process")
 ARCHIVE_ERRORS = Counter("rollgrid_archive_errors_total", "Failed attempts to write to S3")
 PURGED = Counter("rollgrid_logger_purged_messages_total", "Messages purged", ["stream"])

@@ -145,6 +145,8 @@ async def _read_closes(bus: Bus, epoch: int, ledger: Ledger) -> tuple[dict[str, 
         if delivery.sequence > expected and delivery.timestamp >= horizon:
             gaps.append(Gap(expected, delivery.sequence - 1))
         expected = delivery.sequence + 1
+        if subjects.is_rewards(delivery.subject):
+            return
         tails[delivery.subject] = delivery.sequence
         try:
             read = read_headers(delivery.subject, delivery.sequence, delivery.headers, delivery.timestamp)

@@ -145,9 +145,13 @@ class Driver:
 
     async def closes(self, subject: str = subjects.TRAJECTORIES_ALL) -> list[tuple[int, GroupClosed]]:
         found: list[tuple[int, GroupClosed]] = []
+        after = 0
         while True:
-            page = await read_after(self.bus, topology.TRAJECTORIES.name, subject, found[-1][0] if found else 0, 500)
+            page = await read_after(self.bus, topology.TRAJECTORIES.name, subject, after, 500)
             for message in page.messages:
+                after = message.sequence
+                if subjects.is_rewards(message.subject):
+                    continue
                 body = await self.bus.resolve(message.data, message.headers)
                 closed = codec.decode(body, GroupClosed)
                 assert message.headers[Header.GROUP.value] == closed.group_id
