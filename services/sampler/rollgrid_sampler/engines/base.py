@@ -8,14 +8,16 @@ streams or other processes.  An engine either answers, refuses a request with a 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
+from rollgrid_contracts import ids
 from rollgrid_contracts.failures import Boundary, ErrorCode
 from rollgrid_contracts.jobs import SamplingParams, VersionSpan
-from rollgrid_contracts.samples import FinishReason, TopLogprobs
+from rollgrid_contracts.samples import FinishReason, PromptLogprobs, TopLogprobs
 from rollgrid_runtime.errors import RollgridError
 
 
@@ -54,16 +56,25 @@ class SwapMode(StrEnum):
     WAIT = "wait"
     """They end under the old weights first; new requests wait."""
     ABORT = "abort"
-    """They start again from zero under the new weights."""
+    """They start again from zero under the new weights; what a streamed one has sent stays where that is exact."""
     KEEP = "keep"
     """They go on under the new weights, their KV recomputed; spans record the seam."""
+
+
+class Sent(msgspec.Struct, frozen=True, kw_only=True):
+    """The beginning of a sample that its caller has already; generation continues exactly behind it."""
+
+    token_ids: list[int] = []
+    logprobs: array[float] = array("f")
+    version_spans: tuple[VersionSpan, ...] = ()
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One sample to generate.
 
-    `seed` is the sample's own (already derived), None = unseeded.  `sample` names the sample for
-    engines that script their answers.  `cache_salt` separates prefix caches.
+    `seed` is the sample's own (already derived), None = unseeded; `group_seed` is what it and those
+    of later offsets derive from.  `sample` names the sample for engines that script their answers.
+    `cache_salt` separates prefix caches.  `max_tokens` 0 asks for the prompt's logprobs alone.
     """
 
     request_id: str
@@ -72,11 +83,41 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt_token_ids: list[int]
     sampling: SamplingParams
     seed: int | None = None
+    group_seed: int | None = None
     cache_salt: str | None = None
+    sent: Sent = Sent()
+
+    def seed_at(self, offset: int) -> int | None:
+        """The seed for what follows the first `offset` tokens."""
+        if offset == 0 or self.group_seed is None:
+            return self.seed
+        return ids.sample_seed(self.group_seed, self.index, offset)
+
+
+class Delta(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens [offset, offset + len) of a sample under way, and the text they release.
+
+    Spans count from the sample's start.  An offset below what was given before says that the
+    sample has started again there.
+    """
+
+    offset: int
+    token_ids: list[int]
+    logprobs: array[float]
+    top_logprobs: TopLogprobs | None = None
+    text: str = ""
+    version_spans: tuple[VersionSpan, ...] = ()
+
+
+OnDelta = Callable[[Delta], None]
 
 
 class Generated(msgspec.Struct, kw_only=True):
-    """What came out: as many `logprobs` (f4) as `token_ids`, spans that cover them.  UNIX seconds."""
+    """What came out: as many `logprobs` (f4) as `token_ids`, spans that cover them.  UNIX seconds.
+
+    The first `resumed_from` tokens are those of the request's `sent`; their alternatives are not
+    known.  `text_sent` is how much of the text had been released with them.
+    """
 
     token_ids: list[int]
     logprobs: array[float]
@@ -87,6 +128,9 @@ class Generated(msgspec.Struct, kw_only=True):
     version_spans: tuple[VersionSpan, ...] = ()
     cached_tokens: int = 0
     first_token_at: float = 0.0
+    resumed_from: int = 0
+    text_sent: int = 0
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,8 +161,15 @@ class Engine(Protocol):
     async def start(self, version: int, folder: Path | None) -> None:
         """Load `folder` as `version` and be ready.  Raises EngineDead."""
 
-    async def generate(self, request: GenerationRequest) -> Generated:
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer that came with the weights, None when the engine has none."""
+
+    async def generate(self, request: GenerationRequest, on_delta: OnDelta | None = None) -> Generated:
         """The finished sample.  Cancelling the call aborts the request.
+
+        `on_delta` is called with each portion but the last, which only the result has: all portions
+        and the rest of the result, joined, are the sample.
 
         Raises:
             RequestFailed: this request is refused or has failed.
