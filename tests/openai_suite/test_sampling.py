@@ -63,11 +63,12 @@ def test_A26_only_allowed_tokens(client: OpenAI) -> None:
 
 @pytest.mark.parametrize("penalty", ["presence_penalty", "frequency_penalty", "repetition_penalty"])
 def test_A26_penalties_keep_from_repeating(client: OpenAI, penalty: str) -> None:
-    allowed = {"allowed_token_ids": [50, 51, 52, 53]}
-    free = one(client, allowed, temperature=0, max_tokens=4)
-    extra = {**allowed, "repetition_penalty": 50.0} if penalty == "repetition_penalty" else allowed
+    allowed = {"allowed_token_ids": [40, 41, 42, 43]}
+    prompt = [1, 60, 61]  # none of the four: a penalty for repeating counts the prompt
+    free = one(client, allowed, prompt=prompt, temperature=0, max_tokens=4)
+    extra = {**allowed, "repetition_penalty": 5.0} if penalty == "repetition_penalty" else allowed
     fields: dict[str, Any] = {} if penalty == "repetition_penalty" else {penalty: 2.0}
-    punished = one(client, extra, temperature=0, max_tokens=4, **fields)
+    punished = one(client, extra, prompt=prompt, temperature=0, max_tokens=4, **fields)
     assert len(set(punished)) > len(set(free))
 
 
@@ -83,10 +84,9 @@ def test_A26_min_tokens_holds_the_end_back(client: OpenAI) -> None:
 
 
 def test_A26_bad_words_do_not_come(client: OpenAI) -> None:
-    free = complete(client, FREE, temperature=0, max_tokens=24).choices[0]
-    allowed = {"allowed_token_ids": [40, 41]}
-    assert set(complete(client, {**FREE, **allowed, "bad_words": ["I"]}).choices[0].text) == {"J"}
-    assert free.text
+    extra = {**FREE, "allowed_token_ids": [40, 41]}
+    assert set(complete(client, extra, max_tokens=40).choices[0].text) == {"F", "G"}
+    assert set(complete(client, {**extra, "bad_words": ["F"]}, max_tokens=40).choices[0].text) == {"G"}
 
 
 def test_A26_stop_ids_end_and_stay(client: OpenAI) -> None:
