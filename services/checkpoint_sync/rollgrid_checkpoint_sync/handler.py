@@ -5,6 +5,7 @@ Level-triggered: whatever woke us, S3 says which versions exist and `rg_policies
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,11 +15,11 @@ from rollgrid_contracts.failures import ErrorCode
 from rollgrid_runtime.blobs import Blobs
 from rollgrid_runtime.errors import Conflict, RollgridError
 from rollgrid_runtime.kv import Table
-from rollgrid_runtime.logging import get_logger
+from rollgrid_runtime.logging import bound, get_logger
 from rollgrid_weights.errors import WeightsError
 from rollgrid_weights.manifest import decode_manifest
 
-from . import plan
+from . import metrics, plan
 from .register import LocalModel
 from .verify import Refused, verify
 
@@ -41,9 +42,11 @@ class Handler:
             log.warning("unknown_policy", policy=key)
             return
         state = found.value
+        metrics.state(key, state)
         keys = await self._blobs.keys(f"checkpoints/{state.tenant}/{state.policy}/")
         for version in plan.open_versions(state, plan.stored(state.tenant, state.policy, keys)):
-            await self._decide(key, state, model, version)
+            with bound(tenant=state.tenant, policy=state.policy, version=str(version)):
+                await self._decide(key, state, model, version)
 
     async def roll_back(self, key: str, version: int) -> PolicyState:
         """Make an adopted version (0 = the base) desired again.
@@ -67,17 +70,33 @@ class Handler:
             raise RollgridError(error.code, error.message, field=error.field) from error
 
     async def _decide(self, key: str, state: PolicyState, model: LocalModel, version: int) -> None:
+        begun = time.monotonic()
         try:
             if version <= state.newest:
                 raise plan.StaleVersion(version, state.newest)
             if state.base_digest != model.state.base_digest:
                 raise plan.BaseChanged(state, model.state.base_digest)
             prefix = await verify(self._blobs, state, model, version, self._scratch)
+            metrics.VERIFY_SECONDS.observe(time.monotonic() - begun)
             adopted = await self._change(key, lambda now: plan.adopt(now, version, prefix))
         except (Refused, plan.StaleVersion) as error:
+            metrics.VERSIONS.labels(key, "refused").inc()
             await self._refuse(state, version, error)
         else:
+            metrics.VERSIONS.labels(key, "adopted").inc()
+            metrics.state(key, adopted)
+            await self._observe_lag(state, version)
             log.info("version_desired", policy=key, version=version, history=len(adopted.history))
+
+    async def _observe_lag(self, state: PolicyState, version: int) -> None:
+        """How long the version took from its commit to being desired, as far as S3 still says when that was."""
+        try:
+            data = await self._blobs.get(version_root(state.tenant, state.policy, version) + MANIFEST_NAME)
+            committed = decode_manifest(data).created_at if data is not None else 0.0
+        except (RollgridError, WeightsError):
+            return
+        if committed:
+            metrics.PUBLISH_LAG.observe(max(0.0, time.time() - committed))
 
     async def _change(self, key: str, change: Callable[[PolicyState], PolicyState]) -> PolicyState:
         """Compare-and-set until it holds.  Raises what `change` raises, and BusError."""

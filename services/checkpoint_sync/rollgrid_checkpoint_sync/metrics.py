@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from prometheus_client import Counter, Gauge, Histogram
+from rollgrid_contracts.checkpoints import PolicyState
 
 VERSIONS = Counter("rollgrid_checkpoint_sync_versions_total", "Published versions decided", ["policy", "outcome"])
 DESIRED = Gauge("rollgrid_checkpoint_sync_desired_version", "Version the policy's workers should run", ["policy"])
@@ -22,3 +23,8 @@ PUBLISH_LAG = Histogram(
 )
 FAILURES = Counter("rollgrid_checkpoint_sync_failures_total", "Rounds of a policy that failed", ["step"])
 UNSETTLED = Gauge("rollgrid_checkpoint_sync_unsettled_policies", "Policies not registered or not reconciled")
+
+
+def state(key: str, policy: PolicyState) -> None:
+    DESIRED.labels(key).set(policy.desired)
+    NEWEST.labels(key).set(policy.newest)

@@ -15,6 +15,7 @@ from rollgrid_runtime.logging import get_logger
 from rollgrid_runtime.provision import ensure_consumer
 from rollgrid_runtime.service import connections, instance_name
 
+from . import metrics
 from .handler import Handler
 from .plan import BaseChanged
 from .register import BadModel, LocalModel, read_model, register
@@ -41,6 +42,7 @@ class CheckpointSyncService:
         self._proofs: dict[str, float] = {}
         self._causes: dict[str, str] = {"nats": "not tried yet", "s3": "not tried yet"}
         self._working = asyncio.Lock()
+        metrics.UNSETTLED.set_function(lambda: len(self._unregistered) + len(self._unreconciled))
 
     async def start(self) -> None:
         """Raises RollgridError when a server is out of reach."""
@@ -107,6 +109,7 @@ class CheckpointSyncService:
             except RollgridError as error:
                 level = log.error if isinstance(error, BadModel | BaseChanged) else log.warning
                 level("policy_not_registered", policy=setting.key, code=error.code, error=error.message)
+                metrics.FAILURES.labels("register").inc()
                 self._unregistered[setting.key] = error.message
             else:
                 self.models[setting.key] = model
@@ -119,6 +122,7 @@ class CheckpointSyncService:
             await self.handler.reconcile(key)
         except RollgridError as error:
             log.warning("policy_not_reconciled", policy=key, code=error.code, error=error.message)
+            metrics.FAILURES.labels("reconcile").inc()
             self._unreconciled[key] = error.message
         else:
             self._unreconciled.pop(key, None)
