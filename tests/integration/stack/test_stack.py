@@ -91,6 +91,10 @@ def test_a_killed_part_comes_back_and_the_batch_completes(running: Stack, name: 
         assert {tuple(group.counts.items()) for group in groups} == {(("succeeded", 4),)}
     running.wait_ready()
     assert not living([victim.pid])
+    events = [json.loads(line) for line in (running.home / "logs" / "events.log").read_text().splitlines()]
+    seen = [(event["event"], event["level"]) for event in events if event.get("part") == name]
+    assert ("part_restarting", "warning") in seen
+    assert seen.index(("part_restarting", "warning")) < max(i for i, line in enumerate(seen) if line[0] == "part_ready")
 
 
 def test_down_leaves_no_process_and_up_goes_on_with_what_was_open() -> None:

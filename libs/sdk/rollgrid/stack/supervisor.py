@@ -19,6 +19,7 @@ from rollgrid.errors import ConfigurationError, RollgridError
 
 from . import processes
 from .config import StackConfig
+from .events import EventLog
 from .home import Home, StackState
 from .running import RunningPart
 from .services import Ports, build_parts
@@ -49,6 +50,7 @@ class Supervisor:
         self._run_id = secrets.token_hex(8)
         self._reaper: subprocess.Popen[bytes] | None = None
         self._state: StackState | None = None
+        self._events = EventLog(home.log("events"))
         self._failed: str | None = None
 
     async def run(self) -> None:
@@ -62,6 +64,7 @@ class Supervisor:
             self._prepare()
             self._take_signals()
             self._start_reaper()
+            self._events.write("stack_starting", run=self._run_id, engine=self.config.engine, policy=self.config.policy)
             keeper = asyncio.create_task(self._housekeeping())
             try:
                 await self._start_all()
@@ -72,6 +75,7 @@ class Supervisor:
                 await asyncio.gather(keeper, return_exceptions=True)
                 self._end_reaper()
                 self.home.clear_state()
+                self._events.write("stack_stopped", run=self._run_id, failed=self._failed)
             if self._failed:
                 raise StackFailed(self._failed)
 
@@ -130,6 +134,7 @@ class Supervisor:
     async def _housekeeping(self) -> None:
         """Ends orphans, bounds logs, gives up a start that cannot succeed."""
         while True:
+            self.home.trim_log(self.home.log("events"))
             for part in self._parts:
                 part.check()
                 self.home.trim_log(part.log)
@@ -190,6 +195,7 @@ class Supervisor:
             stopping=self._stop.is_set(),
         )
         self.home.write_state(self._state)
+        self._events.parts(self._state.parts)
         if self._on_change is not None:
             self._on_change(self._state)
 
