@@ -31,6 +31,7 @@ COMMANDS = {
     "down": Command("up", "down", _STACK),
     "status": Command("status", "status", _STACK),
     "doctor": Command("doctor", "doctor", _STACK),
+    "top": Command("top", "top", _STACK),
     "models": Command("models", "app", _STACK),
     "demo": Command("demo", "demo", _STACK),
     "rollouts": Command("rollouts", "app", _WORK),
