@@ -28,7 +28,7 @@ from rollgrid_runtime.group_commit import GroupCommit
 from rollgrid_runtime.kv import Table
 from rollgrid_runtime.logging import get_logger
 from rollgrid_runtime.pulling import Delivery
-from rollgrid_runtime.service import connections, instance_name
+from rollgrid_runtime.service import connections, instance_name, spare_collector
 from rollgrid_runtime.settings import NatsSettings, S3Settings
 
 from .engines.base import Engine, EngineDead, GenerationRequest
@@ -118,6 +118,7 @@ class SamplerService:
         log.info("engine_starting", engine=self.settings.engine.value, version=version, pool=self.pool)
         await self.engine.start(version, folder)
         await self._prove_engine()
+        spare_collector()
         for target in (self.worker, EVERY_WORKER):
             await self.bus.subscribe(subjects.worker_control(target), ANY_COMMAND, self._on_command)
         loops = (
