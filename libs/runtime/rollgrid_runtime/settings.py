@@ -82,7 +82,7 @@ class TraceSettings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="ROLLGRID_TRACE_", extra="ignore", env_ignore_empty=True)
 
-    ratio: float = Field(default=0.01, ge=0, le=1, description="share of requests without a traceparent that are traced")
+    ratio: float = Field(default=0.01, ge=0, le=1, description="share of requests without a context that are traced")
     file: Path | None = Field(default=None, description="spans as JSON lines, appended")
     otlp_endpoint: str | None = Field(default=None, validation_alias="OTEL_EXPORTER_OTLP_ENDPOINT")
     otlp_traces_endpoint: str | None = Field(default=None, validation_alias="OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")

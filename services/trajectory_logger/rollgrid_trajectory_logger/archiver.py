@@ -28,7 +28,7 @@ from rollgrid_contracts.columns import (
 from rollgrid_contracts.ids import new_key
 from rollgrid_contracts.topology import ARCHIVER, DEDUPE_HEADER, TRAJECTORIES, Header
 from rollgrid_contracts.trajectories import GroupClosed, RewardsPosted, Superseded, count_statuses
-from rollgrid_runtime import archive_rewards
+from rollgrid_runtime import archive_rewards, telemetry
 from rollgrid_runtime.archive import ArchiveManifests
 from rollgrid_runtime.archive_rows import to_parquet
 from rollgrid_runtime.blobs import Blobs
@@ -87,6 +87,8 @@ class Archiver:
         self.known = False
         """Whether `archived_to` has been read from the manifests."""
         self.problem: str | None = "not started"
+        metrics.ARCHIVE_LAG.set_function(lambda: self._pending + len(self._buffer))
+        metrics.ARCHIVE_AGE.set_function(lambda: time.monotonic() - self._since if self._buffer else 0.0)
 
     async def run(self) -> None:
         """Archive for ever; waits out whatever S3 and NATS do."""
@@ -228,7 +230,7 @@ class Archiver:
 
     async def _write_once(self) -> None:
         """The range's objects and its manifest.  Raises StorageError; the buffer stays until a manifest covers it."""
-        first, last = self.archived_to + 1, self.read_to
+        first, last, begun = self.archived_to + 1, self.read_to, time.time()
         assert first <= self._buffer[0].seq <= last == max(last, self._buffer[-1].seq)
         groups = [(item.seq, item.group) for item in self._buffer if item.group is not None]
         key, digest, size = None, "", 0
@@ -255,6 +257,8 @@ class Archiver:
             metrics.ARCHIVED_GROUPS.inc(len(groups))
             metrics.ARCHIVED_POSTS.inc(len(rewards.posts) if rewards else 0)
             metrics.ARCHIVED_BYTES.inc(size + (rewards.size if rewards else 0))
+            for seq, group in groups:
+                _trace(seq, group, begun, key)
             await self._continue_behind(last)
             return
         log.info("manifest_exists", first=first)  # a rival's, or ours whose answer was lost
@@ -320,6 +324,20 @@ def _decoded(seq: int, subject: str, body: bytes, headers: dict[str, str]) -> Bu
     if not post.rewards:
         raise msgspec.ValidationError("a post without a reward")
     return Buffered(seq, None, post, headers.get(DEDUPE_HEADER, ""))
+
+
+def _trace(seq: int, group: GroupClosed, begun: float, key: str | None) -> None:
+    """The group's way from its close into the file; its wait for the file's other groups is the queue's."""
+    trace, name = group.traceparent, group.group_id
+    log.debug("group_archived", tenant=group.tenant, run=group.run, group=name, trace_id=telemetry.trace_id(trace))
+    if not telemetry.sampled(trace):
+        return
+    stream = TRAJECTORIES.name
+    telemetry.record(
+        "queue trajectories", trace, group.closed_at, begun, kind="consumer", stream=stream, group=name, sequence=seq
+    )
+    with telemetry.start("archive group", trace, at=begun, tenant=group.tenant, run=group.run, group=name) as span:
+        span.set(batch=group.batch_id, samples=group.n, sequence=seq, object=key)
 
 
 def _archived_post(item: Buffered, post: RewardsPosted) -> ArchivedPost:

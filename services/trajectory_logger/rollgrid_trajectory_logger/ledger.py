@@ -236,6 +236,8 @@ class Ledger:
         now: float,
     ) -> list[Decision]:
         decisions: list[Decision] = []
+        if isinstance(event, SamplesFinished | SamplesScored):
+            group.cause = event.traceparent or group.cause
         match event:
             case SamplesFinished():
                 for sample in event.samples:

@@ -58,6 +58,8 @@ class OpenGroup:
     first_finish: SamplesFinished | None = None
     need: int = 0
     ending: Ending | None = None
+    cause: str | None = None
+    """Trace context of the last event that was folded."""
 
     @property
     def n(self) -> int:

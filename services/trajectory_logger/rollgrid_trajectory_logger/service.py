@@ -15,6 +15,7 @@ from rollgrid_runtime.bus import Bus
 from rollgrid_runtime.errors import BusError, Conflict, ConsumerGone, StorageError
 from rollgrid_runtime.logging import get_logger
 from rollgrid_runtime.provision import provision
+from rollgrid_runtime.queue_lag import QueueLag
 from rollgrid_runtime.service import instance_name
 from rollgrid_runtime.settings import NatsSettings, S3Settings
 
@@ -95,6 +96,7 @@ class TrajectoryLogger:
         await provision(self._bus)
         if self._settings.ledger:
             self._ledger = LedgerRole(self._bus, self._blobs, self._settings, self._instance)
+            self._ledger.companions.append(QueueLag(self._bus).run)
         self._roles = [self._ledger.run] if self._ledger else []
         if self._settings.archiver:
             superseded = self._ledger.take_superseded if self._ledger else list
