@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from . import files
+from .messages import normalized
 from .without_torch import auto_tokenizer
 
 _OWN_ARGUMENTS = frozenset(
@@ -82,7 +83,10 @@ class Renderer:
         messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] = (),
+        documents: Sequence[Mapping[str, str]] = (),
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        add_special_tokens: bool = False,
         options: Mapping[str, Any] | None = None,
     ) -> tuple[str, list[int]]:
         """The chat template's text for `messages`, and its ids.  `options` reach the template as variables.
@@ -96,15 +100,17 @@ class Renderer:
             raise RenderingError(f"chat template variables may not be named {', '.join(taken)}")
         try:
             text: str = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
+                normalized(messages),
                 tools=[dict(tool) for tool in tools] or None,
+                documents=[dict(document) for document in documents] or None,
                 add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
                 tokenize=False,
                 **dict(options or {}),
             )
         except Exception as error:  # a template is a program: whatever it raises is about its input
             raise RenderingError(f"the chat template refused the messages: {error}") from error
-        return text, self.encode(text, add_special_tokens=False)
+        return text, self.encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `ids`; ids the tokenizer does not know give nothing."""

@@ -1,4 +1,4 @@
-"""The JSON shapes of the OpenAI-like doors: `/v1/completions`, `/v1/models`, `/inference/v1/generate`."""
+"""The JSON shapes of `/v1/completions`, `/v1/models`, `/inference/v1/generate` and `/v1/score_tokens`."""
 
 from __future__ import annotations
 
@@ -20,16 +20,22 @@ class WeightsRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     max_staleness: int | None = None
 
 
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """`include_usage`: a last chunk with the usage; `continuous_usage_stats`: also in every chunk.
+
+    `include_obfuscation` is accepted and ignored.
+    """
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: Any = None
+
+
 COMPLETION_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "stream": (False,),
-    "stream_options": (),
-    "echo": (False,),
     "suffix": ("",),
     "best_of": (1,),
     "prompt_embeds": (),
     "truncation_side": (),
-    "return_mm_kwargs": (False,),
-    "return_token_offsets": (False,),
     "kv_transfer_params": ({},),
     "ec_transfer_params": ({},),
 }
@@ -38,8 +44,9 @@ COMPLETION_NEUTRAL: dict[str, tuple[Any, ...]] = {
 class CompletionRequest(SamplingFields, kw_only=True):
     """`POST /v1/completions`.  `prompt`: a text, texts, token ids, or lists of token ids.
 
-    `user`, `request_id`, `session_id`, `priority`, `mm_payload`, `store` and `service_tier` are
-    accepted and ignored.
+    `echo` puts the prompt before the answer, with its logprobs if `logprobs` are asked for; `max_tokens` may then be 0.
+    `user`, `request_id`, `session_id`, `priority`, `mm_payload`, `return_mm_kwargs`, `return_token_offsets`, `store` and
+    `service_tier` are accepted and ignored.
     """
 
     prompt: str | list[str | int | list[int]]
@@ -52,16 +59,14 @@ class CompletionRequest(SamplingFields, kw_only=True):
     metadata: dict[str, Any] | None = None
     deadline_s: float | None = None
     weights: WeightsRequest | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    echo: bool | None = None
     # refused unless neutral
-    stream: Any = None
-    stream_options: Any = None
-    echo: Any = None
     suffix: Any = None
     best_of: Any = None
     prompt_embeds: Any = None
     truncation_side: Any = None
-    return_mm_kwargs: Any = None
-    return_token_offsets: Any = None
     kv_transfer_params: Any = None
     ec_transfer_params: Any = None
     # ignored
@@ -70,6 +75,8 @@ class CompletionRequest(SamplingFields, kw_only=True):
     session_id: Any = None
     priority: Any = None
     mm_payload: Any = None
+    return_mm_kwargs: Any = None
+    return_token_offsets: Any = None
     store: Any = None
     service_tier: Any = None
 
@@ -81,8 +88,6 @@ class GenerateSampling(SamplingFields, kw_only=True):
 
 
 GENERATE_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "stream": (False,),
-    "stream_options": (),
     "output_mode": ("tokens",),
     "features": ({},),
     "content_parts": ([],),
@@ -109,9 +114,9 @@ class GenerateRequest(Refusable, forbid_unknown_fields=True, kw_only=True):
     metadata: dict[str, Any] | None = None
     deadline_s: float | None = None
     weights: WeightsRequest | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
     # refused unless neutral
-    stream: Any = None
-    stream_options: Any = None
     output_mode: Any = None
     features: Any = None
     content_parts: Any = None
@@ -126,6 +131,24 @@ class GenerateRequest(Refusable, forbid_unknown_fields=True, kw_only=True):
     user: Any = None
 
 
+class ScoreRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """`POST /v1/score_tokens`: logprobs of given tokens, nothing is sampled.
+
+    Either `token_ids` (one list, or several) or `prompt` (a text, or texts).  `user` is accepted and ignored.
+    """
+
+    model: str | None = None
+    token_ids: list[int | list[int]] | None = None
+    prompt: str | list[str] | None = None
+    add_special_tokens: bool | None = None
+    top_logprobs: int | None = None
+    weights: WeightsRequest | None = None
+    cache_salt: str | None = None
+    metadata: dict[str, Any] | None = None
+    deadline_s: float | None = None
+    user: Any = None
+
+
 class Usage(msgspec.Struct, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
@@ -133,11 +156,11 @@ class Usage(msgspec.Struct, kw_only=True):
 
 
 class CompletionLogprobs(msgspec.Struct, kw_only=True):
-    """One entry per sampled token in each list."""
+    """One entry per sampled token in each list; with `echo` also per prompt token, the first of which has none."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -160,6 +183,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True, omit_defaults=True):
     max_tokens: int
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
     seed: int | None = None
     weight_fingerprint: str | None = None
 
@@ -209,12 +233,46 @@ class GenerateChoice(msgspec.Struct, kw_only=True, omit_defaults=True):
     weight_fingerprint: str | None = None
 
 
-class GenerateResponse(msgspec.Struct, kw_only=True):
+class GenerateResponse(msgspec.Struct, kw_only=True, omit_defaults=True):
     request_id: str
     model: str
     created: int
     choices: list[GenerateChoice]
     prompt_token_ids: list[int]
+    usage: Usage
+    logprobs_mode: str
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
+
+
+class ScoredTokens(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One entry per token in each list; the first token has no predecessor, so null.
+
+    `ranks` count from 1 = the most likely.  `top_logprobs` are the likeliest tokens in each place.
+    """
+
+    index: int
+    token_ids: list[int]
+    logprobs: list[float | None]
+    ranks: list[int | None]
+    sample_id: str
+    weight_versions: list[SpanAnswer]
+    top_logprobs: list[list[TokenLogprob] | None] | None = None
+    weight_fingerprint: str | None = None
+
+
+class TokenLogprob(msgspec.Struct, kw_only=True):
+    token_id: int
+    logprob: float
+
+
+class ScoreResponse(msgspec.Struct, kw_only=True):
+    """`logprobs_mode` is raw_logprobs: those of the model before temperature and cut-offs."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    data: list[ScoredTokens]
     usage: Usage
     logprobs_mode: str
 

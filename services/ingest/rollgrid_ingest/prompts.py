@@ -12,11 +12,14 @@ from rollgrid_rendering.renderer import Renderer, RenderingError
 from rollgrid_runtime.errors import RollgridError
 
 from .catalog import Catalog
-from .openai_schema import CompletionRequest
+from .chat_schema import ChatRequest
+from .conversation import check_messages
+from .openai_schema import CompletionRequest, ScoreRequest
 from .rollout_schema import TaskRequest
 from .sampling import check_token_ids
 from .settings import Limits
-from .wire import at_most, check_payload, invalid, unsupported
+from .tools import check_tools
+from .wire import at_most, check_payload, invalid
 
 INLINE_CHARS = 2000
 """Plain text up to this length is encoded in the event loop (about 0.2 ms): a hop to a thread costs as much."""
@@ -37,26 +40,67 @@ class Prompts:
         self._catalog, self._threads, self._limits = catalog, threads, limits
 
     async def of_completion(self, request: CompletionRequest, policy: PolicyState) -> list[Prompt]:
+        return await self._any_form(request.prompt, "prompt", request.add_special_tokens, policy)
+
+    async def of_score(self, request: ScoreRequest, policy: PolicyState) -> list[Prompt]:
+        if (request.token_ids is None) == (request.prompt is None):
+            raise invalid("exactly one of token_ids and prompt is required", "token_ids")
+        if request.token_ids is not None:
+            return await self._any_form(request.token_ids, "token_ids", None, policy)
+        return await self._any_form(request.prompt or [], "prompt", request.add_special_tokens, policy)
+
+    async def _any_form(
+        self, prompt: str | Sequence[Any], field: str, add_special_tokens: bool | None, policy: PolicyState
+    ) -> list[Prompt]:
+        """A text, texts, token ids, or lists of token ids."""
         renderer = self._catalog.renderer(policy)
-        prompt = request.prompt
-        items: list[Any] = [prompt] if isinstance(prompt, str) else prompt
+        items: list[Any] = [prompt] if isinstance(prompt, str) else list(prompt)
         kinds = set(map(type, items))
         if kinds == {int}:
-            return [Prompt(token_ids(items, "prompt", policy))]
+            return [Prompt(token_ids(items, field, policy))]
         if not kinds:
-            raise _empty("prompt")
-        at_most(len(items), "prompt", "max_groups", self._limits.max_groups)
+            raise _empty(field)
+        at_most(len(items), field, "max_groups", self._limits.max_groups)
         if kinds == {list}:
-            return [self._listed_prompt(ids_, f"prompt[{i}]", policy) for i, ids_ in enumerate(items)]
+            return [Prompt(token_ids(ids, f"{field}[{i}]", policy)) for i, ids in enumerate(items)]
         if kinds != {str}:
-            raise invalid("prompt mixes texts and token ids", "prompt")
-        special = request.add_special_tokens is not False
+            raise invalid(f"{field} mixes texts and token ids", field)
+        special = add_special_tokens is not False
         work = [lambda text=text: Prompt(renderer.encode(text, add_special_tokens=special), text) for text in items]
-        fields = ["prompt"] if len(items) == 1 else [f"prompt[{i}]" for i in range(len(items))]
+        fields = [field] if len(items) == 1 else [f"{field}[{i}]" for i in range(len(items))]
         return await self._rendered(work, fields, short=sum(map(len, items)) <= INLINE_CHARS)
 
-    def _listed_prompt(self, items: list[Any], field: str, policy: PolicyState) -> Prompt:
-        return Prompt(token_ids(items, field, policy))
+    async def of_chat(
+        self, request: ChatRequest, tools: tuple[dict[str, Any], ...], options: dict[str, Any], policy: PolicyState
+    ) -> Prompt:
+        """`options` are the template's variables, checked."""
+        renderer = self._catalog.renderer(policy)
+        messages = check_messages(request.messages, "messages", self._limits)
+        documents = request.documents or []
+        check_payload(documents, "documents", self._limits.max_depth)
+        goes_on = bool(request.continue_final_message)
+        if goes_on and request.add_generation_prompt:
+            raise invalid(
+                "continue_final_message and add_generation_prompt exclude each other", "add_generation_prompt"
+            )
+        generation_prompt = not goes_on and request.add_generation_prompt is not False
+        special = bool(request.add_special_tokens)
+
+        def render() -> Prompt:
+            text, found = renderer.render(
+                messages,
+                tools=tools,
+                documents=documents,
+                add_generation_prompt=generation_prompt,
+                continue_final_message=goes_on,
+                add_special_tokens=special,
+                options=options,
+            )
+            return Prompt(found, text, messages)
+
+        size = sum(map(_size, messages))
+        (prompt,) = await self._rendered([render], ["messages"], short=not tools and size <= INLINE_CHARS)
+        return prompt
 
     async def of_tasks(self, tasks: Sequence[TaskRequest], policy: PolicyState) -> list[Prompt]:
         renderer = self._catalog.renderer(policy)
@@ -80,10 +124,9 @@ class Prompts:
         if task.prompt is not None:
             text, special = task.prompt, task.add_special_tokens is not False
             return lambda: Prompt(renderer.encode(text, add_special_tokens=special), text)
-        messages = self._messages(task.messages or [], f"{path}.messages")
-        tools = task.tools or []
+        messages = check_messages(task.messages or [], f"{path}.messages", self._limits)
+        tools = check_tools(task.tools, f"{path}.tools", self._limits) if task.tools else ()
         options = task.chat_template_kwargs or {}
-        check_payload(tools, f"{path}.tools", self._limits.max_depth)
         check_payload(options, f"{path}.chat_template_kwargs", self._limits.max_depth)
 
         def render() -> Prompt:
@@ -91,24 +134,6 @@ class Prompts:
             return Prompt(token_ids, text, messages)
 
         return render
-
-    def _messages(self, messages: list[dict[str, Any]], path: str) -> tuple[dict[str, Any], ...]:
-        if not messages:
-            raise _empty(path)
-        at_most(len(messages), path, "max_messages", self._limits.max_messages)
-        check_payload(messages, path, self._limits.max_depth)
-        for i, message in enumerate(messages):
-            if not isinstance(message.get("role"), str):
-                raise invalid(f"{path}[{i}].role must be a string", f"{path}[{i}].role")
-            content = message.get("content")
-            if content is None or isinstance(content, str):
-                continue
-            if not isinstance(content, list):
-                raise invalid(f"{path}[{i}].content must be a string or text parts", f"{path}[{i}].content")
-            for part in content:
-                if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-                    raise unsupported(f"{path}[{i}].content", "only text parts are offered")
-        return tuple(messages)
 
     async def _rendered(
         self, work: Sequence[Callable[[], Prompt]], fields: Sequence[str], *, short: bool = False
@@ -138,6 +163,12 @@ def token_ids(ids: list[Any], field: str, policy: PolicyState) -> list[int]:
         raise invalid(f"{field} must be a list of integers", field)
     check_token_ids(ids, field, policy.vocab_size)
     return ids
+
+
+def _size(message: dict[str, Any]) -> int:
+    """Characters of a short message; anything but a short text counts as long."""
+    content = message.get("content")
+    return len(content) if isinstance(content, str) and len(message) == 2 else INLINE_CHARS + 1
 
 
 def _characters(tasks: Sequence[TaskRequest]) -> int:

@@ -101,6 +101,7 @@ def jobs_of(
                 scorers=group.scorers,
                 task=group.task,
                 metadata=group.metadata,
+                parsing=group.parsing,
                 rights=submission.rights,
                 engagement_id=submission.engagement_id,
                 priority=submission.priority,
@@ -108,6 +109,7 @@ def jobs_of(
                 deadline=now + group.deadline_s,
                 reply=submission.reply,
                 traceparent=submission.traceparent,
+                record_format=submission.record_format,
             )
             headers = {Header.GROUP.value: group_id, Header.BATCH.value: batch_id}
             if submission.traceparent is not None:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from rollgrid_contracts.failures import ErrorCode
 from rollgrid_contracts.jobs import SamplingParams
 
 from .settings import Limits
+from .structured import structured_output
 from .wire import INT64, Refusable, invalid, over_limit
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "prompt_logprobs": (),
-    "structured_outputs": ({},),
-    "structured_output": ({},),
-    "response_format": ({"type": "text"},),
     "logprob_token_ids": ([],),
     "repetition_detection": (),
     "thinking_token_budget": (-1,),
@@ -34,7 +31,10 @@ IGNORED = ("detokenize", "output_kind", "skip_clone", "spaces_between_special_to
 
 
 class SamplingFields(Refusable, forbid_unknown_fields=True, kw_only=True):
-    """Under vLLM's names; None = not given.  `logprobs` counts alternatives beside the sampled token's own."""
+    """Under vLLM's names; None = not given.  `logprobs` counts alternatives beside the sampled token's own.
+
+    `structured_output` is another name of `structured_outputs`.  `max_tokens` may be 0 with `prompt_logprobs`.
+    """
 
     max_tokens: int | None = None
     min_tokens: int | None = None
@@ -55,11 +55,11 @@ class SamplingFields(Refusable, forbid_unknown_fields=True, kw_only=True):
     logit_bias: dict[str, float] | None = None
     logprobs: int | None = None
     skip_special_tokens: bool | None = None
+    prompt_logprobs: int | None = None
+    structured_outputs: dict[str, Any] | None = None
+    structured_output: dict[str, Any] | None = None
+    response_format: dict[str, Any] | None = None
     # refused unless neutral
-    prompt_logprobs: Any = None
-    structured_outputs: Any = None
-    structured_output: Any = None
-    response_format: Any = None
     logprob_token_ids: Any = None
     repetition_detection: Any = None
     thinking_token_budget: Any = None
@@ -78,7 +78,14 @@ class SamplingFields(Refusable, forbid_unknown_fields=True, kw_only=True):
     stream_interval: Any = None
 
 
-FIELDS = tuple(field for field in SamplingFields.__struct_fields__ if field not in NEUTRAL and field not in IGNORED)
+_OWN = ("max_tokens", "logprobs", "structured_outputs", "structured_output", "response_format")
+"""Fields that become something else, or nothing, in the contract."""
+
+FIELDS = tuple(
+    field
+    for field in SamplingFields.__struct_fields__
+    if field not in NEUTRAL and field not in IGNORED and field not in _OWN
+)
 
 
 def merged(base: SamplingFields | None, own: SamplingFields | None) -> SamplingFields:
@@ -93,21 +100,47 @@ def merged(base: SamplingFields | None, own: SamplingFields | None) -> SamplingF
     )
 
 
+class Overrides(NamedTuple):
+    """What a door says in words of its own: `max_tokens` under another name, `logprobs` as a count."""
+
+    max_tokens: int | None = None
+    max_tokens_field: str = "max_tokens"
+    logprobs: int | None = None
+    logprobs_field: str = "logprobs"
+    prompt_logprobs: int | None = None
+
+
 def checked(
-    fields: SamplingFields, prefix: str, limits: Limits, *, vocab_size: int, max_model_len: int, max_tokens: int
+    fields: SamplingFields,
+    prefix: str,
+    limits: Limits,
+    *,
+    vocab_size: int,
+    max_model_len: int,
+    max_tokens: int,
+    own: Overrides | None = None,
 ) -> SamplingParams:
     """The contract for `fields`; `max_tokens` stands in where none is given.
 
     Raises RollgridError naming `prefix` + field and the limit it broke.
     """
     fields.refuse(NEUTRAL, prefix)
-    values: dict[str, Any] = {
-        name: value for name in FIELDS if (value := getattr(fields, name)) is not None and name != "max_tokens"
-    }
-    wanted = max_tokens if fields.max_tokens is None else fields.max_tokens
-    _check_lengths(wanted, values.get("min_tokens", 0), prefix, limits, max_model_len)
+    if own is None:
+        own = Overrides(fields.max_tokens, "max_tokens", fields.logprobs, "logprobs")
+    values: dict[str, Any] = {name: value for name in FIELDS if (value := getattr(fields, name)) is not None}
+    if own.logprobs is not None:
+        values["logprobs"] = own.logprobs
+    if own.prompt_logprobs is not None:
+        values["prompt_logprobs"] = own.prompt_logprobs
+    wanted = max_tokens if own.max_tokens is None else own.max_tokens
+    least = 1 if values.get("prompt_logprobs") is None else 0
+    _check_lengths(wanted, values.get("min_tokens", 0), prefix, own.max_tokens_field, least, limits, max_model_len)
+    if fields.structured_outputs or fields.structured_output or fields.response_format:
+        constraint = _constraint(fields, prefix, limits)
+        if constraint is not None:
+            values["structured_output"] = constraint
     _check_numbers(values, prefix)
-    _check_seed_and_logprobs(values, prefix, limits)
+    _check_seed_and_logprobs(values, prefix, own.logprobs_field, limits)
     _check_texts(values, prefix, limits)
     _check_ids(values, prefix, limits, vocab_size)
     if values.get("top_k") == -1:
@@ -115,16 +148,27 @@ def checked(
     return SamplingParams(max_tokens=wanted, **values)
 
 
-def _check_lengths(max_tokens: int, min_tokens: int, prefix: str, limits: Limits, max_model_len: int) -> None:
-    if max_tokens < 1:
-        raise over_limit(f"{prefix}max_tokens", max_tokens, "max_tokens>=1")
+def _constraint(fields: SamplingFields, prefix: str, limits: Limits) -> dict[str, Any] | None:
+    outputs, name = fields.structured_outputs, "structured_outputs"
+    if fields.structured_output:
+        if outputs and outputs != fields.structured_output:
+            raise invalid(f"{prefix}structured_outputs and {prefix}structured_output differ", f"{prefix}{name}")
+        outputs, name = fields.structured_output, "structured_output"
+    return structured_output(outputs, fields.response_format, prefix, limits, outputs_field=name)
+
+
+def _check_lengths(
+    max_tokens: int, min_tokens: int, prefix: str, name: str, least: int, limits: Limits, max_model_len: int
+) -> None:
+    if max_tokens < least:
+        raise over_limit(f"{prefix}{name}", max_tokens, f"{name}>={least}")
     if limits.max_output_tokens is not None and max_tokens > limits.max_output_tokens:
-        raise over_limit(f"{prefix}max_tokens", max_tokens, f"max_output_tokens={limits.max_output_tokens}")
+        raise over_limit(f"{prefix}{name}", max_tokens, f"max_output_tokens={limits.max_output_tokens}")
     if max_tokens >= max_model_len:
         limit = f"max_model_len={max_model_len}"
         raise invalid(
-            f"{prefix}max_tokens is {max_tokens}: with any prompt it exceeds {limit}",
-            f"{prefix}max_tokens",
+            f"{prefix}{name} is {max_tokens}: with any prompt it exceeds {limit}",
+            f"{prefix}{name}",
             code=ErrorCode.CONTEXT_LENGTH_EXCEEDED,
             limit=limit,
         )
@@ -152,11 +196,12 @@ def _check_numbers(values: dict[str, Any], prefix: str) -> None:
             raise over_limit(f"{prefix}{name}", value, f"{low}{'<' if excluded else '<='}{name}<={high}")
 
 
-def _check_seed_and_logprobs(values: dict[str, Any], prefix: str, limits: Limits) -> None:
+def _check_seed_and_logprobs(values: dict[str, Any], prefix: str, logprobs_field: str, limits: Limits) -> None:
     if "seed" in values and not 0 <= values["seed"] < INT64:
         raise over_limit(f"{prefix}seed", values["seed"], "0<=seed<2**63")
-    if "logprobs" in values and not 0 <= values["logprobs"] <= limits.max_logprobs:
-        raise over_limit(f"{prefix}logprobs", values["logprobs"], f"max_logprobs={limits.max_logprobs}")
+    for name, field in (("logprobs", logprobs_field), ("prompt_logprobs", "prompt_logprobs")):
+        if name in values and not 0 <= values[name] <= limits.max_logprobs:
+            raise over_limit(f"{prefix}{field}", values[name], f"max_logprobs={limits.max_logprobs}")
 
 
 def _check_texts(values: dict[str, Any], prefix: str, limits: Limits) -> None:

@@ -29,10 +29,14 @@ class Limits(ServiceSettings):
     max_bad_words: int = Field(default=256, ge=0)
     max_allowed_token_ids: int = Field(default=4096, ge=0)
     max_logit_bias: int = Field(default=1024, ge=0)
+    max_rewards: int = Field(default=65536, ge=1, description="rewards posted in one request")
+    max_detail_chars: int = Field(default=4096, ge=1, description="detail of a posted reward")
     max_scorers: int = Field(default=16, ge=0)
     max_scorer_timeout_s: float = Field(default=600.0, gt=0)
     max_messages: int = Field(default=2048, ge=1)
     max_depth: int = Field(default=32, ge=1, description="nesting of task, metadata, messages and params")
+    max_tools: int = Field(default=128, ge=0, description="tools of one request")
+    max_structured_bytes: int = Field(default=64 * 1024, ge=1, description="a schema, grammar or the tools, as JSON")
     max_shard: int = Field(default=64, ge=1, description="samples one job carries; larger groups are split")
     interactive_deadline_s: float = Field(default=600.0, gt=0)
     batch_deadline_s: float = Field(default=24 * 3600.0, gt=0)
@@ -56,7 +60,17 @@ class IngestSettings(Limits):
     max_page: int = Field(default=512, ge=1, description="records of one page")
     max_wait_s: float = Field(default=60.0, ge=0, description="longest long poll")
     keep_alive_s: float = Field(default=15.0, gt=0, description="comment on an idle event stream")
+    stream_stall_s: float = Field(default=60.0, gt=0, description="a client that takes nothing for so long is gone")
+    stream_backlog_tokens: int = Field(
+        default=8192, ge=1, description="tokens of one call waiting for a slow client; the rest comes from the record"
+    )
     publish_timeout_s: float = Field(default=20.0, gt=0)
+    queue_door: bool = Field(default=True, description="take submissions from RG_SUBMIT")
+    queue_tenants: tuple[str, ...] = Field(
+        default=("local",), description="tenants that may submit there, beside those of the keys file"
+    )
+    queue_concurrency: int = Field(default=8, ge=1, description="submissions of RG_SUBMIT handled at once")
+    queue_per_tenant: int = Field(default=4, ge=1, description="of one tenant, waiting ones included")
     reply_poll_s: float = Field(default=2.0, gt=0, description="how often the ledger is asked for a missing reply")
     reply_grace_s: float = Field(default=10.0, ge=0, description="wait for the ledger's verdict after a deadline")
     max_upload_bytes: int = Field(default=64 * 1024 * MIB, ge=1, description="one file of a checkpoint version")

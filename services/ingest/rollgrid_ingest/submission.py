@@ -8,7 +8,7 @@ import msgspec
 from rollgrid_contracts import ids
 from rollgrid_contracts.arrays import TokenIds
 from rollgrid_contracts.checkpoints import PolicyState
-from rollgrid_contracts.jobs import Priority, Reply, Rights, SamplingParams, WeightConstraint
+from rollgrid_contracts.jobs import ParsingSpec, Priority, Reply, Rights, SamplingParams, WeightConstraint
 from rollgrid_contracts.scoring import ScorerSpec
 
 
@@ -24,11 +24,12 @@ class GroupSpec(msgspec.Struct, frozen=True, kw_only=True):
     scorers: tuple[ScorerSpec, ...] = ()
     task: dict[str, Any] = {}
     metadata: dict[str, Any] = {}
+    parsing: ParsingSpec | None = None
 
 
 class Submission(msgspec.Struct, frozen=True, kw_only=True):
     """`key` names the request and so its ids; `idempotent` when it is the client's own idempotency key.
-    `digest` is that of the request's body."""
+    `digest` is that of the request's body; `stored` when RG_SUBMIT holds it until its jobs are stored."""
 
     tenant: str
     run: str
@@ -45,6 +46,8 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str | None = None
     reply: Reply = Reply.NONE
     traceparent: str | None = None
+    record_format: str = "msgpack"
+    stored: bool = False
 
     @property
     def batch_id(self) -> str:
@@ -72,7 +75,7 @@ class Accepted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Caller(msgspec.Struct, frozen=True, kw_only=True):
-    """What a door takes from the request beside its body."""
+    """What a door takes from the request beside its body; `record_format` where the body names none."""
 
     tenant: str
     run: str = ""
@@ -80,3 +83,4 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
     idempotent: bool = False
     digest: str = ""
     traceparent: str | None = None
+    record_format: str = "msgpack"
