@@ -14,25 +14,25 @@ from .endpoints import Endpoint
 from .model import CONTEXT, MODEL
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
-LONG = CONTEXT - 100
+LONG, SAMPLES = CONTEXT - 100, 32
 
 
 def test_A49_closing_a_stream_ends_its_work(endpoint: Endpoint, client: OpenAI) -> None:
     endpoint.wait_idle()
     before = endpoint.engine.generated()
-    stream = chat(client, {"ignore_eos": True}, stream=True, max_tokens=LONG, n=8)
+    stream = chat(client, {"ignore_eos": True}, stream=True, max_tokens=LONG, n=SAMPLES)
     for _ in zip(range(20), stream, strict=False):
         pass
     stream.close()
     endpoint.wait_idle()
-    assert endpoint.engine.generated() - before < 8 * LONG / 2
+    assert endpoint.engine.generated() - before < SAMPLES * LONG / 2
 
 
 async def test_A49_cancelling_a_waiting_call_ends_its_work(endpoint: Endpoint, aclient: AsyncOpenAI) -> None:
     await asyncio.to_thread(endpoint.wait_idle)
     before = endpoint.engine.generated()
     call = asyncio.ensure_future(
-        aclient.completions.create(model=MODEL, prompt=PROMPT, max_tokens=LONG, n=8, extra_body={"ignore_eos": True})
+        aclient.completions.create(model=MODEL, prompt=PROMPT, max_tokens=LONG, n=SAMPLES, extra_body={"ignore_eos": True})
     )
     while endpoint.engine.running() == 0 and not call.done():  # noqa: ASYNC110 - the engine has no event
         await asyncio.sleep(0.05)
@@ -40,13 +40,13 @@ async def test_A49_cancelling_a_waiting_call_ends_its_work(endpoint: Endpoint, a
     with pytest.raises(asyncio.CancelledError):
         await call
     await asyncio.to_thread(endpoint.wait_idle)
-    assert endpoint.engine.generated() - before < 8 * LONG / 2
+    assert endpoint.engine.generated() - before < SAMPLES * LONG / 2
 
 
 def test_A49_a_client_that_gives_up_in_time_gets_its_timeout(endpoint: Endpoint, client: OpenAI) -> None:
     with pytest.raises(openai.APITimeoutError):
         client.with_options(timeout=0.5).completions.create(
-            model=MODEL, prompt=PROMPT, max_tokens=LONG, n=8, extra_body={"ignore_eos": True}
+            model=MODEL, prompt=PROMPT, max_tokens=LONG, n=SAMPLES, extra_body={"ignore_eos": True}
         )
     endpoint.wait_idle()
 

@@ -22,10 +22,19 @@ PARAMETERS: dict[str, Any] = {
     "additionalProperties": False,
 }
 NOTHING: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
-TOOLS: list[Any] = [
-    {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS, "strict": True}},
-    {"type": "function", "function": {"name": "stop_here", "parameters": NOTHING, "strict": True}},
-]
+FUNCTIONS: dict[str, Any] = {"weather": PARAMETERS, "stop_here": NOTHING}
+
+
+def tools_of(**more: Any) -> list[Any]:
+    return [
+        {"type": "function", "function": {"name": name, "parameters": schema, **more}}
+        for name, schema in FUNCTIONS.items()
+    ]
+
+
+TOOLS, STRICT = tools_of(), tools_of(strict=True)
+"""vLLM binds arguments to their schema only where `strict` says so; then an auto call is bound too."""
+
 NAMED: Any = {"type": "function", "function": {"name": "weather"}}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 2}}\n</tool_call>'
 
@@ -40,8 +49,7 @@ def forced(text: str) -> dict[str, Any]:
 
 
 def check_arguments(name: str, arguments: str) -> None:
-    schema = next(tool["function"]["parameters"] for tool in TOOLS if tool["function"]["name"] == name)
-    jsonschema.validate(json.loads(arguments), schema)
+    jsonschema.validate(json.loads(arguments), FUNCTIONS[name])
 
 
 def test_C39_auto_a_call_that_the_model_makes_is_parsed(client: OpenAI) -> None:
@@ -89,7 +97,7 @@ def test_C39_none_leaves_even_a_call_in_the_text(client: OpenAI) -> None:
 
 @pytest.mark.parametrize("n", [1, 3])
 def test_C39_required_every_sample_calls_something(client: OpenAI, n: int) -> None:
-    body = chat(client, tools=TOOLS, tool_choice="required", n=n, seed=3, **FINITE)
+    body = chat(client, tools=STRICT, tool_choice="required", n=n, seed=3, **FINITE)
     for choice in body.choices:
         assert choice.finish_reason == "tool_calls"
         assert choice.message.tool_calls
@@ -98,19 +106,19 @@ def test_C39_required_every_sample_calls_something(client: OpenAI, n: int) -> No
 
 
 def test_C39_named_that_function_is_called(client: OpenAI) -> None:
-    (choice,) = chat(client, tools=TOOLS, tool_choice=NAMED, seed=4, **FINITE).choices
+    (choice,) = chat(client, tools=STRICT, tool_choice=NAMED, seed=4, **FINITE).choices
     (call,) = choice.message.tool_calls
     assert call.function.name == "weather"
     check_arguments("weather", call.function.arguments)
 
 
 def test_A49_the_end_of_a_named_call_is_reported_as_openai_does(client: OpenAI) -> None:
-    (choice,) = chat(client, tools=TOOLS, tool_choice=NAMED, seed=4, **FINITE).choices
+    (choice,) = chat(client, tools=STRICT, tool_choice=NAMED, seed=4, **FINITE).choices
     assert choice.finish_reason == "stop"
 
 
 def streamed(client: OpenAI, extra: dict[str, Any] | None = None, **fields: Any) -> Joined:
-    return Joined(chat(client, extra, stream=True, tools=TOOLS, **{**FINITE, **fields}), is_chat=True)
+    return Joined(chat(client, extra, stream=True, **{**FINITE, "tools": TOOLS, **fields}), is_chat=True)
 
 
 def test_C39_a_streamed_call_arrives_whole(client: OpenAI) -> None:
@@ -132,7 +140,7 @@ def test_C39_two_streamed_calls_arrive_under_two_indexes(client: OpenAI) -> None
 
 @pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
 def test_C39_streamed_forced_calls_follow_their_schema(client: OpenAI, choice: Any) -> None:
-    found = streamed(client, tool_choice=choice, seed=5)
+    found = streamed(client, tools=STRICT, tool_choice=choice, seed=5)
     assert found.tools[0]
     for call in found.tools[0].values():
         check_arguments(call["name"], call["arguments"])
@@ -140,8 +148,8 @@ def test_C39_streamed_forced_calls_follow_their_schema(client: OpenAI, choice: A
 
 
 def test_C39_a_forced_call_equals_its_stream(client: OpenAI) -> None:
-    (plain,) = chat(client, tools=TOOLS, tool_choice="required", seed=6, **FINITE).choices
-    found = streamed(client, tool_choice="required", seed=6)
+    (plain,) = chat(client, tools=STRICT, tool_choice="required", seed=6, **FINITE).choices
+    found = streamed(client, tools=STRICT, tool_choice="required", seed=6)
     want = [(call.function.name, json.loads(call.function.arguments)) for call in plain.message.tool_calls]
     assert [(call["name"], json.loads(call["arguments"])) for call in found.tools[0].values()] == want
 
