@@ -19,8 +19,9 @@ from rollgrid_contracts.samples import FinishReason, Sample, SampleStatus, Timin
 from rollgrid_runtime.bus import Bus
 from rollgrid_runtime.errors import BusError, RollgridError
 from rollgrid_runtime.group_commit import GroupCommit
-from rollgrid_runtime.logging import get_logger
+from rollgrid_runtime.logging import bound, get_logger
 
+from . import metrics, traces
 from .engines.base import Engine, EngineDead, Generated, GenerationRequest, RequestFailed
 from .headroom import Headroom
 from .jobs import HeldJob, Outcome
@@ -68,8 +69,9 @@ class Handler:
         """
         publisher = self._publisher(held)
         try:
-            async with asyncio.timeout(max(0.0, held.seconds_left())):
-                return await self._handle(held, publisher)
+            with bound(**held.ids):
+                async with asyncio.timeout(max(0.0, held.seconds_left())):
+                    return await self._handle(held, publisher)
         except TimeoutError:
             return Outcome.ACK  # past its deadline: the ledger writes what is missing as expired
         except asyncio.CancelledError:
@@ -96,6 +98,7 @@ class Handler:
                     await publisher.finish()
                     return Outcome.ACK
                 starts = await context.suspects.record(job.group_id, context.worker)
+                metrics.SUSPECTS.inc()
             except RollgridError as error:  # unrecorded, a crash would not be counted: do not begin
                 log.warning("start_not_recorded", group=job.group_id, error=error.message)
                 return Outcome.REFUSE
@@ -136,6 +139,8 @@ class Handler:
             self._free_seat(held)
         self.samples_total += 1
         self.tokens_total += len(sample.token_ids)
+        metrics.ended(sample, len(prompt))
+        traces.sampled(held, sample)
         publisher.add(sample)
 
     async def _generate(self, held: HeldJob, index: int, prompt: list[int]) -> Sample:
@@ -233,6 +238,7 @@ class Handler:
             origin,
             coalesce_s=context.settings.coalesce_s,
             coalesce_samples=context.settings.coalesce_samples,
+            traceparent=held.span.traceparent,
         )
 
     async def _answer_recorded(self, held: HeldJob) -> None:
@@ -249,6 +255,7 @@ class Handler:
 
     def _quarantine(self, held: HeldJob, publisher: Publisher) -> None:
         """Too many starts without an end: the missing samples fail here."""
+        metrics.POISON.inc()
         log.error("poison_job", group=held.job.group_id, starts=self._context.settings.max_starts)
         error = ErrorInfo(
             code=ErrorCode.POISON,

@@ -9,6 +9,7 @@ from enum import StrEnum
 from rollgrid_contracts.jobs import SampleGroup
 from rollgrid_contracts.subjects import PoolLane
 from rollgrid_runtime.pulling import Delivery
+from rollgrid_runtime.telemetry import OFF, Span, trace_id
 
 
 class Outcome(StrEnum):
@@ -24,7 +25,7 @@ class Outcome(StrEnum):
 class HeldJob:
     """`done` maps indexes already in the record to their event; `suspect` = somebody may have died of it."""
 
-    __slots__ = ("cancelled", "delivery", "dequeued_at", "done", "job", "lane", "seats", "suspect", "task")
+    __slots__ = ("cancelled", "delivery", "dequeued_at", "done", "job", "lane", "seats", "span", "suspect", "task")
 
     def __init__(self, delivery: Delivery, job: SampleGroup, lane: PoolLane, *, suspect: bool) -> None:
         self.delivery = delivery
@@ -37,6 +38,7 @@ class HeldJob:
         self.seats = asyncio.Semaphore(0)
         """One permit for each sample that may start (given out by the dispatcher)."""
         self.task: asyncio.Task[Outcome] | None = None
+        self.span: Span = OFF
 
     @property
     def sequence(self) -> int:
@@ -49,6 +51,17 @@ class HeldJob:
     @property
     def attempt(self) -> int:
         return self.job.attempt + self.delivery.delivered - 1
+
+    @property
+    def ids(self) -> dict[str, str | None]:
+        """For every log line about it."""
+        job = self.job
+        return {
+            "tenant": job.tenant,
+            "run": job.run,
+            "group": job.group_id,
+            "trace_id": trace_id(self.span.traceparent),
+        }
 
     def seconds_left(self) -> float:
         return self.job.deadline - time.time()

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from prometheus_client import Counter, Gauge, Histogram
 from rollgrid_contracts.samples import Sample
 
+from .jobs import HeldJob
+
 _WAITS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 
 TOKENS = Counter("rollgrid_sampler_tokens_total", "Tokens sampled")
@@ -40,14 +42,16 @@ BEHIND = Gauge("rollgrid_sampler_weight_versions_behind", "Positions between the
 SWAPS = Counter("rollgrid_sampler_swaps_total", "Attempts to apply another version", ["outcome"])
 SWAP_SECONDS = Histogram(
     "rollgrid_sampler_swap_seconds",
-    "Time in which a swap kept the engine to itself",
+    "A swap from its start to its end: new samples wait so long, running ones as the mode says",
     buckets=(0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120),
 )
 
 
-def observe(gauge: Gauge, read: Callable[[], float]) -> None:
-    """The gauge is read when it is scraped."""
-    gauge.set_function(read)
+def delivered(held: HeldJob) -> None:
+    if held.delivery.delivered > 1:
+        REDELIVERIES.inc()
+    else:
+        QUEUE_WAIT.observe(max(0.0, held.dequeued_at - held.delivery.timestamp))
 
 
 def age(read: Callable[[], float]) -> Callable[[], float]:

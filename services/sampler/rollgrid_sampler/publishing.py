@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from rollgrid_runtime.errors import BusError, QueueFull, StorageError
 from rollgrid_runtime.group_commit import GroupCommit
 from rollgrid_runtime.logging import get_logger
 
+from . import metrics, traces
 from .headroom import Headroom
 
 log = get_logger(__name__)
@@ -53,10 +55,12 @@ class Publisher:
         *,
         coalesce_s: float,
         coalesce_samples: int,
+        traceparent: str | None = None,
     ) -> None:
         self._bus, self._commit, self._headroom = bus, commit, headroom
         self._job, self._job_seq, self._origin = job, job_seq, origin
         self._coalesce_s, self._coalesce_samples = coalesce_s, coalesce_samples
+        self._traceparent = traceparent
         self._pending: list[Sample] = []
         self._wake = asyncio.Event()
         self._ending = False
@@ -120,10 +124,19 @@ class Publisher:
         await reply(self._bus, self._job, (sample,), self._origin.logprobs_mode)
 
     async def _publish(self, samples: tuple[Sample, ...], msg_id: str) -> PubAck:
-        event = self._event(samples)
+        with traces.publishing(self._traceparent, self._job.group_id, len(samples)) as span:
+            ack = await self._store(samples, msg_id, span.traceparent)
+            span.set(sequence=ack.sequence)
+        metrics.published(samples, time.time())
+        return ack
+
+    async def _store(self, samples: tuple[Sample, ...], msg_id: str, traceparent: str | None) -> PubAck:
+        event = self._event(samples, traceparent)
         todo = self._todo if event.scoring is not None else ScorerKind.DONE
         subject = subjects.samples(todo, self._job.tenant)
         headers = {Header.GROUP.value: self._job.group_id}
+        if traceparent is not None:
+            headers[Header.TRACEPARENT.value] = traceparent
         payload = codec.encode(event)
 
         async def publish() -> PubAck:
@@ -133,7 +146,7 @@ class Publisher:
 
         return await persistently(publish, "samples", self._job.group_id)
 
-    def _event(self, samples: tuple[Sample, ...]) -> SamplesFinished:
+    def _event(self, samples: tuple[Sample, ...], traceparent: str | None) -> SamplesFinished:
         job = self._job
         scored = self._todo is not ScorerKind.DONE and any(s.status is SampleStatus.SUCCEEDED for s in samples)
         scoring = ScoringTask(
@@ -161,7 +174,7 @@ class Publisher:
             session=job.session,
             samples=samples,
             scoring=scoring if scored else None,
-            traceparent=job.traceparent,
+            traceparent=traceparent,
         )
 
     async def _winner(self, sequence: int, mine: Sample) -> Sample:

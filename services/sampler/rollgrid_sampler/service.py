@@ -26,11 +26,12 @@ from rollgrid_runtime.bus import Bus
 from rollgrid_runtime.errors import BusError, PayloadGone, RollgridError, StorageError
 from rollgrid_runtime.group_commit import GroupCommit
 from rollgrid_runtime.kv import Table
-from rollgrid_runtime.logging import get_logger
+from rollgrid_runtime.logging import bound, get_logger
 from rollgrid_runtime.pulling import Delivery
 from rollgrid_runtime.service import connections, instance_name, spare_collector
 from rollgrid_runtime.settings import NatsSettings, S3Settings
 
+from . import metrics, traces
 from .engines.base import Engine, EngineDead, GenerationRequest
 from .fair import WEIGHTS, FairQueue
 from .handler import Context, Handler
@@ -41,7 +42,7 @@ from .ledger import LedgerDesk
 from .settings import EngineKind, SamplerSettings
 from .slots import Slots
 from .suspects import Suspects
-from .weights import Weights
+from .weights import Weights, staleness
 
 log = get_logger(__name__)
 ANY_JOB = cast(type[SampleGroup | OpenEpisode], Job)
@@ -110,6 +111,21 @@ class SamplerService:
         )
         self._handler = Handler(context, self._free_seat)
         self._lanes = Lanes(bus, self.pool, self._allowance, self._wait_for_room, self._take)
+        self._expose()
+
+    def _expose(self) -> None:
+        """What is read when it is scraped."""
+        metrics.SLOTS.set(self._slots.total)
+        for gauge, read in (
+            (metrics.BUSY, lambda: self._slots.busy),
+            (metrics.QUEUED, lambda: len(self._queue)),
+            (metrics.HELD, lambda: len(self._held)),
+            (metrics.LANES, lambda: self._lanes.count),
+            (metrics.HEALTH_AGE, metrics.age(lambda: self._engine_ok_at)),
+            (metrics.VERSION, lambda: self.engine.loaded.version),
+            (metrics.BEHIND, lambda: staleness(self.engine.loaded.version, self._weights.state)),
+        ):
+            gauge.set_function(read)
 
     async def run(self) -> None:
         """Load the engine, then sample until drained.  Raises EngineDead."""
@@ -229,6 +245,13 @@ class SamplerService:
         refused = self._refusals.get(delivery.sequence, 0)
         held = HeldJob(delivery, job, lane, suspect=delivery.delivered - 1 - refused > 0)
         self._held[held.sequence] = held
+        metrics.delivered(held)
+        traces.begin(held, self.worker)
+        with bound(**held.ids):
+            await self._triage_or_queue(held)
+
+    async def _triage_or_queue(self, held: HeldJob) -> None:
+        job, delivery = held.job, held.delivery
         self._mean_cost += (max(1, len(job.indexes)) - self._mean_cost) / 16
         if held.seconds_left() <= 0 or job.group_id in self._cancelled:
             await self._end(held, Outcome.ACK)
@@ -269,6 +292,7 @@ class SamplerService:
             seats = self._slots.admit(held.sequence, max(1, len(held.missing)), alone=held.suspect)
             for _ in range(seats):
                 held.seats.release()
+            held.span.event("dispatched", time.time(), seats=seats)
             held.task = asyncio.create_task(self._handler.handle(held), name=held.job.group_id)
             held.task.add_done_callback(partial(self._worked, held))
             await asyncio.sleep(0)
@@ -298,13 +322,18 @@ class SamplerService:
 
     async def _end(self, held: HeldJob, outcome: Outcome) -> None:
         self._held.pop(held.sequence, None)
+        held.span.set(outcome=outcome.value)
+        held.span.end()
         if outcome is Outcome.REFUSE:
+            metrics.REFUSALS.inc()
             self._refusals[held.sequence] = self._refusals.get(held.sequence, 0) + 1
             while len(self._refusals) > REMEMBERED:
                 self._refusals.popitem(last=False)
         else:
             self._refusals.pop(held.sequence, None)
-        await self._settle(held.delivery, outcome)
+        with bound(**held.ids):
+            await self._settle(held.delivery, outcome)
+            log.debug("job_settled", outcome=outcome.value, attempt=held.attempt)
         if not self._held:
             self._idle.set()
         self._room.set()

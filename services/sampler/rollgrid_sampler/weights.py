@@ -11,6 +11,7 @@ import asyncio
 import hashlib
 import shutil
 import tempfile
+import time
 from pathlib import Path
 
 from rollgrid_contracts import codec
@@ -31,6 +32,7 @@ from rollgrid_runtime.errors import BusError, StorageError
 from rollgrid_runtime.kv import Table, Versioned, View
 from rollgrid_runtime.logging import get_logger
 
+from . import metrics
 from .engines.base import Engine, EngineDead, WeightsRefused
 from .settings import SamplerSettings
 
@@ -138,13 +140,17 @@ class Weights:
             folder = await self._folder(found.value)
             if folder is None:
                 raise WeightsRefused(f"no folder for version {desired}", intact=True)
+            begun = time.monotonic()
             loaded = await self._engine.load_version(desired, folder, self._settings.swap_mode)
+            metrics.SWAP_SECONDS.observe(time.monotonic() - begun)
         except (StorageError, WeightsRefused, OSError) as error:
             self.problem = f"version {desired}: {error}"
+            metrics.SWAPS.labels("failed").inc()
             log.error("version_not_applied", version=desired, loaded=before.version, error=str(error))
             if isinstance(error, WeightsRefused) and not error.intact:
                 await self._restore(before.version)
             return False
+        metrics.SWAPS.labels("applied").inc()
         log.info("version_applied", version=loaded.version, fingerprint=loaded.fingerprint)
         self._forget_old({before.version, desired, 0})
         return True
