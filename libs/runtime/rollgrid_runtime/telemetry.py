@@ -119,6 +119,11 @@ def sampled(traceparent: str | None) -> bool:
     return _recorder is not None and traceparent is not None and traceparent[-1:] in _ODD
 
 
+def unsampled(traceparent: str | None) -> str | None:
+    """The same context for something that is not recorded."""
+    return traceparent[:-2] + "00" if traceparent is not None else None
+
+
 def current() -> Span:
     return _CURRENT.get()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
@@ -13,6 +12,7 @@ import msgspec
 from rollgrid_contracts import codec, ids
 from rollgrid_contracts.failures import Boundary, ErrorCode
 from rollgrid_rendering.offload import RenderThreads
+from rollgrid_runtime import telemetry
 from rollgrid_runtime.errors import RollgridError
 from starlette.requests import Request
 from starlette.responses import Response
@@ -32,7 +32,6 @@ from .submission import Accepted, Caller, Submission
 from .translate import Translator
 
 T = TypeVar("T")
-_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 @dataclass(slots=True)
@@ -88,14 +87,13 @@ def principal(request: Request, scope: Scope) -> Principal:
 
 def caller_of(request: Request, who: Principal, body: bytes) -> Caller:
     key = checked_key(request.headers.get("idempotency-key"))
-    trace = request.headers.get("traceparent")
     return Caller(
         tenant=who.tenant,
         run=request.headers.get("x-rollgrid-run", ""),
         key=key if key is not None else ids.new_key(),
         idempotent=key is not None,
         digest=body_digest(request.url.path, body) if key is not None else "",
-        traceparent=trace if trace is not None and _TRACEPARENT.fullmatch(trace) else None,
+        traceparent=telemetry.current().traceparent,
     )
 
 

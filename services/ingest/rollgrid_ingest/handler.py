@@ -13,9 +13,11 @@ from rollgrid_contracts.fleet import IdempotencyRecord
 from rollgrid_contracts.samples import GroupsCancelled
 from rollgrid_contracts.scoring import ScorerKind
 from rollgrid_contracts.topology import JOBS, TRAJECTORIES, Header
+from rollgrid_runtime import telemetry
 from rollgrid_runtime.bus import Bus
 from rollgrid_runtime.errors import RollgridError
-from rollgrid_runtime.logging import get_logger
+from rollgrid_runtime.logging import bound, get_logger
+from rollgrid_runtime.telemetry import Span
 
 from . import metrics
 from .admission import TenantGauge, TenantGauges
@@ -30,6 +32,8 @@ CURSOR_AGE_S = 1.0
 CATCH_UP_S = 3.0
 ABANDON_S = 600.0
 REMEMBERED_BATCHES = 10_000
+LOGGED_GROUPS = 16
+"""Ids of a batch's groups on the line that says it is stored."""
 
 
 class KnownBatch(NamedTuple):
@@ -84,7 +88,14 @@ class Handler:
             if not claim.fresh:
                 fresh, cursor = False, claim.record.cursor
                 positions = await self._missing(submission, group_ids)
-        job_seq = await self._store(submission, batch_id, group_ids, positions, now)
+        with (
+            bound(tenant=submission.tenant, run=submission.run, batch=batch_id),
+            _span(submission, batch_id, group_ids, len(positions)) as span,
+            metrics.STORE_SECONDS.time(),
+        ):
+            job_seq = await self._store(submission, batch_id, group_ids, positions, now, span.traceparent)
+            span.set(sequence=job_seq)
+            log.debug("jobs_stored", groups=group_ids[:LOGGED_GROUPS], count=len(positions), sequence=job_seq)
         self._remember(batch_id, submission, cursor, job_seq)
         return Accepted(
             batch_id=batch_id,
@@ -151,6 +162,7 @@ class Handler:
         group_ids: Sequence[str],
         positions: Sequence[int],
         now: float,
+        traceparent: str | None,
     ) -> int:
         gauge = await self._gauges.of(submission.tenant)
         samples = {group_ids[position]: submission.groups[position].n for position in positions}
@@ -158,7 +170,10 @@ class Handler:
             gauge.reserve(samples)
         stored = False
         try:
-            jobs = list(jobs_of(submission, batch_id, group_ids, positions, now=now, max_shard=self._limits.max_shard))
+            shard = self._limits.max_shard
+            jobs = list(
+                jobs_of(submission, batch_id, group_ids, positions, now=now, max_shard=shard, traceparent=traceparent)
+            )
             job_seq = await self._publisher.publish(lane_of(submission), jobs)
             stored = True
         except RollgridError:
@@ -205,3 +220,20 @@ class Handler:
 def _settle(gauge: TenantGauge | None, samples: dict[str, int], stored: bool) -> None:
     if gauge is not None:
         gauge.settle(samples, stored)
+
+
+def _span(submission: Submission, batch_id: str, group_ids: Sequence[str], groups: int) -> Span:
+    """Around the durable publish of the jobs; their context is this span."""
+    return telemetry.start(
+        "publish jobs",
+        submission.traceparent,
+        kind="producer",
+        stream=JOBS.name,
+        tenant=submission.tenant,
+        run=submission.run,
+        batch=batch_id,
+        group=group_ids[0] if len(group_ids) == 1 else None,
+        policy=submission.policy.policy,
+        messages=groups,
+        samples=submission.samples,
+    )

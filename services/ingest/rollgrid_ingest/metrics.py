@@ -14,6 +14,17 @@ SECONDS = Histogram(
 GROUPS = Counter("rollgrid_ingest_groups_total", "Groups accepted", ["priority"])
 SAMPLES = Counter("rollgrid_ingest_samples_total", "Samples accepted", ["priority"])
 REFUSED = Counter("rollgrid_ingest_refused_total", "Requests refused", ["code"])
+RENDER_SECONDS = Histogram(
+    "rollgrid_ingest_render_seconds",
+    "Rendering the prompts of one request to token ids",
+    buckets=(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10),
+)
+STORE_SECONDS = Histogram(
+    "rollgrid_ingest_store_seconds",
+    "From a checked request to its jobs being durable",
+    buckets=(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20),
+)
+STREAMS = Gauge("rollgrid_ingest_streams_open", "Answers being streamed to their clients")
 WAITING = Gauge("rollgrid_ingest_waiting_replies", "Interactive groups waiting for their samples")
 REPLIES = Counter("rollgrid_ingest_replies_total", "Interactive groups answered", ["source"])
 """`source`: reply (core NATS) or record (read back through the ledger)."""

@@ -11,8 +11,10 @@ import time
 from typing import Any
 
 from rollgrid_contracts.failures import Boundary, ErrorCode
+from rollgrid_runtime import telemetry
 from rollgrid_runtime.errors import RollgridError
-from rollgrid_runtime.logging import get_logger
+from rollgrid_runtime.logging import bound, get_logger
+from rollgrid_runtime.telemetry import OFF, Span
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from . import metrics
@@ -53,6 +55,13 @@ class Door:
         state = scope.setdefault("state", {})
         state["request_id"] = request_id
         answer = _Answer(send, request_id)
+        span = _span(scope, headers, request_id)
+        with bound(request_id=request_id, trace_id=telemetry.trace_id(span.traceparent)), span:
+            await self._answer(scope, headers, receive, answer, span)
+
+    async def _answer(
+        self, scope: Scope, headers: dict[bytes, bytes], receive: Receive, answer: _Answer, span: Span
+    ) -> None:
         started = time.perf_counter()
         try:
             await self._admit(scope, headers, receive, answer)
@@ -61,20 +70,31 @@ class Door:
         except asyncio.CancelledError:
             raise
         except Exception:
-            log.exception("request_failed", request_id=request_id, path=scope["path"])
+            log.exception("request_failed", path=scope["path"])
             await answer.fail(internal_error())
         finally:
             route = getattr(scope.get("route"), "path", "unmatched")
             metrics.REQUESTS.labels(route, str(answer.status)).inc()
             metrics.SECONDS.labels(route).observe(time.perf_counter() - started)
+            if span.recorded:
+                span.rename(f"{scope['method']} {route}")
+                span.set(route=route, http_status=answer.status)
+                if answer.status >= 500:
+                    span.fail(f"HTTP {answer.status}")
 
     async def _admit(self, scope: Scope, headers: dict[bytes, bytes], receive: Receive, answer: _Answer) -> None:
+        if scope["path"] in PUBLIC:
+            await self._bounded(scope, headers, receive, answer)
+            return
+        authorization = headers.get(b"authorization")
+        who = self._keys.authenticate(authorization.decode("latin-1") if authorization is not None else None)
+        scope["state"]["principal"] = who
+        telemetry.current().set(tenant=who.tenant)
+        with bound(tenant=who.tenant):
+            await self._bounded(scope, headers, receive, answer)
+
+    async def _bounded(self, scope: Scope, headers: dict[bytes, bytes], receive: Receive, answer: _Answer) -> None:
         path = scope["path"]
-        if path not in PUBLIC:
-            authorization = headers.get(b"authorization")
-            scope["state"]["principal"] = self._keys.authenticate(
-                authorization.decode("latin-1") if authorization is not None else None
-            )
         if scope["method"] in ("GET", "HEAD", "OPTIONS"):
             await self._app(scope, receive, answer.send)
             return
@@ -93,6 +113,15 @@ class Door:
                 await self._app(scope, body.receive, answer.send)
             finally:
                 body.close()
+
+
+def _span(scope: Scope, headers: dict[bytes, bytes], request_id: str) -> Span:
+    """Requests that bring a trace context, and some of those that bring work, are traced."""
+    given = headers.get(b"traceparent")
+    caller = telemetry.valid(given.decode("latin-1").strip()) if given is not None else None
+    if scope["path"] in PUBLIC or (caller is None and scope["method"] != "POST"):
+        return OFF
+    return telemetry.root(scope["method"], caller, method=scope["method"], request_id=request_id)
 
 
 class _PatientBody:

@@ -9,8 +9,10 @@ from rollgrid_contracts.checkpoints import PolicyState
 from rollgrid_contracts.failures import ErrorCode
 from rollgrid_rendering.offload import RenderThreads
 from rollgrid_rendering.renderer import Renderer, RenderingError
+from rollgrid_runtime import telemetry
 from rollgrid_runtime.errors import RollgridError
 
+from . import metrics
 from .catalog import Catalog
 from .chat_schema import ChatRequest
 from .conversation import check_messages
@@ -152,7 +154,11 @@ class Prompts:
                 found.append(prompt)
             return found
 
-        return run() if short else await self._threads.run(run)
+        with telemetry.child("render prompts", prompts=len(work)) as span, metrics.RENDER_SECONDS.time():
+            prompts = run() if short else await self._threads.run(run)
+            if span.recorded:
+                span.set(prompt_tokens=sum(len(prompt.token_ids) for prompt in prompts))
+        return prompts
 
 
 def token_ids(ids: list[Any], field: str, policy: PolicyState) -> list[int]:

@@ -12,6 +12,7 @@ from rollgrid_contracts.subjects import PoolLane
 from rollgrid_contracts.topology import Header
 from rollgrid_runtime.bus import ATOMIC_BATCH_MIN, Bus, Outgoing
 from rollgrid_runtime.provision import ensure_consumer
+from rollgrid_runtime.telemetry import MAX_TRACED_GROUPS, unsampled
 
 from .submission import Submission
 
@@ -73,10 +74,15 @@ def jobs_of(
     *,
     now: float,
     max_shard: int,
+    traceparent: str | None = None,
 ) -> Iterator[PreparedJob]:
-    """The jobs of the groups at `positions`; a group of more than `max_shard` samples becomes several."""
+    """The jobs of the groups at `positions`; a group of more than `max_shard` samples becomes several.
+
+    They are below `traceparent`; of a large batch only the first groups are traced.
+    """
     for position in positions:
         group, group_id = submission.groups[position], group_ids[position]
+        trace = traceparent if position < MAX_TRACED_GROUPS else unsampled(traceparent)
         shards = [range(start, min(start + max_shard, group.n)) for start in range(0, group.n, max_shard)]
         for shard, indexes in enumerate(shards):
             job = SampleGroup(
@@ -108,12 +114,12 @@ def jobs_of(
                 created_at=now,
                 deadline=now + group.deadline_s,
                 reply=submission.reply,
-                traceparent=submission.traceparent,
+                traceparent=trace,
                 record_format=submission.record_format,
             )
             headers = {Header.GROUP.value: group_id, Header.BATCH.value: batch_id}
-            if submission.traceparent is not None:
-                headers[Header.TRACEPARENT.value] = submission.traceparent
+            if trace is not None:
+                headers[Header.TRACEPARENT.value] = trace
             yield PreparedJob(codec.encode(job), headers, f"{group_id}.{shard}")
 
 
