@@ -10,7 +10,6 @@ import asyncio
 import time
 
 import msgspec
-from prometheus_client import Counter, Histogram
 from rollgrid_contracts import codec, subjects
 from rollgrid_contracts.ids import NO_SESSION
 from rollgrid_contracts.samples import Sample, SamplesFinished, SampleStatus, ScoringTask
@@ -23,23 +22,23 @@ from rollgrid_contracts.scoring import (
     ScoreStatus,
     next_todo,
 )
+from rollgrid_contracts.topology import SAMPLES, Header
+from rollgrid_runtime import telemetry
 from rollgrid_runtime.errors import BusError, PayloadGone, QueueFull, StorageError
 from rollgrid_runtime.group_commit import GroupCommit
-from rollgrid_runtime.logging import get_logger
+from rollgrid_runtime.logging import bound, get_logger
 from rollgrid_runtime.pulling import Delivery
 
+from . import traces
 from .calls import Item, Shared
 from .isolation import IsolationError, Outcome, Pool
+from .metrics import EVENT_SECONDS, EVENTS, QUEUE_WAIT, SCORES, SECONDS
 from .registry import Registry
 
 log = get_logger(__name__)
 KIND = ScorerKind.VERIFIER
 RETRY_S = 1.0
 BUG_DELAY_S = 5.0
-
-EVENTS = Counter("rollgrid_scorer_events", "Events of RG_SAMPLES by what became of them", ["outcome"])
-SCORES = Counter("rollgrid_scorer_scores", "Verdicts by scorer type and status", ["type", "status"])
-SECONDS = Histogram("rollgrid_scorer_verdict_seconds", "Time of one verdict", ["type"])
 
 
 class Handler:
@@ -51,8 +50,10 @@ class Handler:
 
     async def handle(self, delivery: Delivery) -> None:
         """Score one event and acknowledge it; on a bug of ours it is redelivered until its deadline."""
+        QUEUE_WAIT.observe(max(0.0, time.time() - delivery.timestamp))
         try:
-            outcome = await self._handle(delivery)
+            with EVENT_SECONDS.time(), bound(group=delivery.headers.get(Header.GROUP)):
+                outcome = await self._handle(delivery)
         except Exception:
             log.exception("scoring_failed", sequence=delivery.sequence, subject=delivery.subject)
             EVENTS.labels("failed").inc()
@@ -72,6 +73,18 @@ class Handler:
         if task is None:
             log.error("event_without_task", sequence=delivery.sequence, group=finished.group_id)
             return "without_task"
+        ids = {"tenant": finished.tenant, "run": finished.run, "group": finished.group_id}
+        with (
+            bound(**ids, trace_id=telemetry.trace_id(finished.traceparent)),
+            traces.scoring(delivery, finished) as span,
+        ):
+            outcome = await self._persistently(delivery, finished, task)
+            span.set(outcome=outcome)
+            log.debug("event_handled", sequence=delivery.sequence, outcome=outcome)
+        return outcome
+
+    async def _persistently(self, delivery: Delivery, finished: SamplesFinished, task: ScoringTask) -> str:
+        """Score and publish until it is done or the job's deadline has passed."""
         while not _late(task):
             try:
                 return await self._score_and_publish(delivery, finished, task)
@@ -99,29 +112,33 @@ class Handler:
             if spec.kind is KIND:
                 for given, score in zip(scores, await self._run(spec, task, samples), strict=True):
                     given.append(score)
-        scored = SamplesScored(
-            tenant=finished.tenant,
-            run=finished.run,
-            group_id=finished.group_id,
-            job_seq=finished.job_seq,
-            finished_seq=delivery.sequence,
-            results=tuple(
-                SampleScores(index=sample.index, turn=sample.turn, attempt=sample.attempt, scores=tuple(given))
-                for sample, given in zip(samples, scores, strict=True)
-            ),
-            scorer_id=self._name,
-            traceparent=finished.traceparent,
-        )
-        return await self._publish(scored, finished, task)
+        with telemetry.child("publish scores", kind="producer", stream=SAMPLES.name, group=finished.group_id) as span:
+            scored = SamplesScored(
+                tenant=finished.tenant,
+                run=finished.run,
+                group_id=finished.group_id,
+                job_seq=finished.job_seq,
+                finished_seq=delivery.sequence,
+                results=tuple(
+                    SampleScores(index=sample.index, turn=sample.turn, attempt=sample.attempt, scores=tuple(given))
+                    for sample, given in zip(samples, scores, strict=True)
+                ),
+                scorer_id=self._name,
+                traceparent=span.traceparent,
+            )
+            return await self._publish(scored, finished, task)
 
     async def _publish(self, scored: SamplesScored, finished: SamplesFinished, task: ScoringTask) -> str:
         """Publish until stored or the deadline has passed: scoring again would cost more than waiting."""
         session = finished.session.session if finished.session is not None else NO_SESSION
         subject = subjects.samples(next_todo(task.scorers, after=KIND), finished.tenant, session)
         payload, msg_id = codec.encode(scored), f"scored.{KIND.value}.{scored.finished_seq}"
+        headers = {Header.GROUP.value: scored.group_id}
+        if scored.traceparent is not None:
+            headers[Header.TRACEPARENT.value] = scored.traceparent
         while True:
             try:
-                await self._commit.publish(subject, payload, msg_id=msg_id)
+                await self._commit.publish(subject, payload, msg_id=msg_id, headers=headers)
                 return "scored"
             except (BusError, QueueFull, StorageError) as error:
                 if _late(task):
@@ -133,8 +150,9 @@ class Handler:
         items = [item for position, sample in enumerate(samples) if (item := _item(position, sample)) is not None]
         shared = Shared(task.prompt_text, task.messages, task.task, task.metadata)
         timeout_s = min(spec.timeout_s, self._max_timeout_s)
-        outcomes = await self._pool.judge(spec.type, spec.params, shared, items, timeout_s) if items else {}
         label = spec.type if spec.type in self._registry else "unknown"
+        with telemetry.child(f"verify {label}", type=label, samples=len(items)):
+            outcomes = await self._pool.judge(spec.type, spec.params, shared, items, timeout_s) if items else {}
         scores = [_score(spec, outcomes.get(position, NO_TEXT)) for position in range(len(samples))]
         for score in scores:
             SCORES.labels(label, score.status.value).inc()

@@ -17,6 +17,7 @@ from rollgrid_runtime.provision import ensure_consumer
 from rollgrid_runtime.pulling import Delivery
 from rollgrid_runtime.service import connections, instance_name
 
+from . import metrics
 from .calls import Item, Shared
 from .handler import KIND, Handler
 from .isolation import Pool
@@ -60,6 +61,8 @@ class ScorerService:
         self._stack.push_async_callback(self.pool.close)
         await self.pool.start()
         await ensure_consumer(self._bus, self.consumer)
+        metrics.HELD.set_function(lambda: len(self._held))
+        metrics.REPLACED.set_function(lambda: self.pool.replaced)
         self._commit = GroupCommit(self._bus)
         self._handler = Handler(self._commit, self.pool, self.registry, instance, self.settings.max_timeout_s)
         await self._probe()
