@@ -72,7 +72,10 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ItemResult(msgspec.Struct, frozen=True, array_like=True):
-    """`value` is None when the verifier failed; `detail` then says how."""
+    """`value` is None when the verifier failed; `detail` then says how.
+
+    `network` holds what a watched worker saw the verifier do (see `watch`).
+    """
 
     position: int
     value: float | None
@@ -80,6 +83,8 @@ class ItemResult(msgspec.Struct, frozen=True, array_like=True):
     detail: str | None
     version: str
     duration_ms: float
+    turn_values: tuple[float | None, ...] = ()
+    network: tuple[str, ...] = ()
 
 
 class Results(msgspec.Struct, frozen=True, array_like=True):

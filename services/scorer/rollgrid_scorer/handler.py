@@ -184,4 +184,5 @@ def _score(spec: ScorerSpec, outcome: Outcome) -> Score:
         detail=outcome.detail,
         duration_ms=round(outcome.duration_ms, 3),
         attempt=outcome.attempt,
+        turn_values=outcome.turn_values,
     )

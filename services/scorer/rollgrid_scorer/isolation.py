@@ -21,7 +21,7 @@ import contextlib
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Any, NamedTuple
 
@@ -60,6 +60,8 @@ class Outcome(NamedTuple):
     version: str
     duration_ms: float
     attempt: int
+    turn_values: tuple[float | None, ...] = ()
+    network: tuple[str, ...] = ()
 
 
 class Fate(StrEnum):
@@ -78,11 +80,22 @@ class Ending(NamedTuple):
 
 
 class Pool:
-    """`size` worker processes, made when needed.  Call `start` first and `close` at the end."""
+    """`size` worker processes, made when needed.  Call `start` first and `close` at the end.
 
-    def __init__(self, size: int, memory_mb: int = 4096, verifiers: Sequence[str] = ()) -> None:
+    `environment` is added to that of the workers; `watched` ones have no network (see `watch`).
+    """
+
+    def __init__(
+        self,
+        size: int,
+        memory_mb: int = 4096,
+        verifiers: Sequence[str] = (),
+        *,
+        environment: Mapping[str, str] | None = None,
+        watched: bool = False,
+    ) -> None:
         self.size = size
-        self._nursery = Nursery(memory_mb, verifiers)
+        self._nursery = Nursery(memory_mb, verifiers, environment=environment or {}, watched=watched)
         self._idle: list[WorkerProcess] = []
         self._all = asyncio.Semaphore(size)
         self._slow = asyncio.Semaphore(max(1, size - 1))
@@ -212,9 +225,13 @@ def _outcome(result: ItemResult, attempt: int) -> Outcome:
     value = result.value
     if value is None or not math.isfinite(value):
         detail = result.detail or f"the verifier returned {value}"
-        return Outcome(ScoreStatus.VERIFIER_ERROR, None, detail, result.version, result.duration_ms, attempt)
+        return Outcome(
+            ScoreStatus.VERIFIER_ERROR, None, detail, result.version, result.duration_ms, attempt, (), result.network
+        )
     status = ScoreStatus.INVALID_OUTPUT if result.invalid_output else ScoreStatus.SCORED
-    return Outcome(status, value, result.detail, result.version, result.duration_ms, attempt)
+    return Outcome(
+        status, value, result.detail, result.version, result.duration_ms, attempt, result.turn_values, result.network
+    )
 
 
 async def _converse(worker: WorkerProcess, call: Call, job: _Judging, timeout_s: float) -> Ending:

@@ -25,6 +25,7 @@ from typing import Any
 
 import msgspec
 
+from . import watch
 from .calls import LOADING, MAX_DETAIL, REPORTING, Call, Cell, ItemResult, Results, frame, receive
 from .registry import BUILT_IN, Registry
 from .rewards.base import Verdict, Verifier
@@ -33,6 +34,8 @@ FLUSH_S = 0.02
 """Results older than this are sent before the next sample begins; younger ones may have to be scored again."""
 CALLS_PER_WORKER = 5000
 CACHED_VERIFIERS = 256
+MAX_TURNS = 4096
+WATCHED, FREE = "watched", "free"
 _PR_SET_PDEATHSIG = 1
 
 
@@ -44,8 +47,8 @@ def die_with_parent(parent: int) -> None:
 
 
 def main() -> None:
-    """Arguments: the socket's descriptor, the scorer's pid, memory limit in MiB, extra verifiers."""
-    descriptor, parent, memory_mb, *extra = sys.argv[1:]
+    """Arguments: the socket's descriptor, the scorer's pid, memory limit in MiB, `watched` or `free`, extra verifiers."""
+    descriptor, parent, memory_mb, network, *extra = sys.argv[1:]
     die_with_parent(int(parent))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with socket.socket(fileno=int(descriptor)) as door:
@@ -55,10 +58,10 @@ def main() -> None:
         gc.collect()
         gc.freeze()
         door.send(b"ready")
-        _serve_door(door, registry, int(memory_mb))
+        _serve_door(door, registry, int(memory_mb), network == WATCHED)
 
 
-def _serve_door(door: socket.socket, registry: Registry, memory_mb: int) -> None:
+def _serve_door(door: socket.socket, registry: Registry, memory_mb: int, watched: bool) -> None:
     nursery = os.getpid()
     while True:
         request, descriptors, _, _ = socket.recv_fds(door, 256, 2)
@@ -68,7 +71,7 @@ def _serve_door(door: socket.socket, registry: Registry, memory_mb: int) -> None
         if verb == b"spawn":
             pid = os.fork()
             if pid == 0:
-                _become_worker(door, descriptors, registry, memory_mb, nursery)
+                _become_worker(door, descriptors, registry, memory_mb, nursery, watched)
             for fd in descriptors:
                 os.close(fd)
             door.send(str(pid).encode())
@@ -92,7 +95,7 @@ def _reap(pid: int, wait_s: float) -> bytes:
 
 
 def _become_worker(
-    door: socket.socket, descriptors: list[int], registry: Registry, memory_mb: int, nursery: int
+    door: socket.socket, descriptors: list[int], registry: Registry, memory_mb: int, nursery: int, watched: bool
 ) -> None:
     code = 1
     try:
@@ -104,6 +107,8 @@ def _become_worker(
         os.dup2(null, 0)
         os.dup2(2, 1)  # what user code prints belongs into the log
         _limit(memory_mb)
+        if watched:
+            watch.begin()
         with socket.socket(fileno=descriptors[0]) as sock:
             Worker(sock, Cell(descriptors[1]), registry).serve()
         code = 0
@@ -171,12 +176,12 @@ class Worker:
             self._cell.mark(call.number, item.position)
             started = time.perf_counter()
             try:
-                value, detail, invalid = read_verdict(verifier.score(call.shared.with_item(item)))
+                verdict = read_verdict(verifier.score(call.shared.with_item(item)))
             except Exception as error:  # noqa: BLE001 - user code: its failure is the verdict
                 self._exhausted |= isinstance(error, MemoryError)
                 done.append(_failure(item.position, error, version, _since(started)))
             else:
-                done.append(ItemResult(item.position, value, invalid, detail, version, _since(started)))
+                done.append(_result(item.position, verdict, version, _since(started)))
         self._report(call, tuple(done), last=True)
 
     def _report(self, call: Call, results: tuple[ItemResult, ...], *, last: bool) -> None:
@@ -185,11 +190,18 @@ class Worker:
         self._sock.sendall(frame(Results(call.number, results, last, worn)))
 
 
-def read_verdict(verdict: Any) -> tuple[float, str | None, bool]:
-    """(value, detail, invalid output) of what a verifier returned; raises ValueError unless a finite number."""
-    given, detail, invalid = verdict, None, False
-    if isinstance(verdict, Verdict):
-        given, detail, invalid = verdict.value, verdict.detail, bool(verdict.invalid_output)
+def read_verdict(verdict: Any) -> Verdict:
+    """What a verifier returned, as a verdict of finite numbers; raises ValueError when it is none."""
+    if not isinstance(verdict, Verdict):
+        return Verdict(_number(verdict))
+    turns = tuple(None if value is None else _number(value) for value in verdict.turn_values)
+    if len(turns) > MAX_TURNS:
+        raise ValueError(f"the verifier returned {len(turns)} turn values, more than {MAX_TURNS}")
+    detail = None if verdict.detail is None else clean(str(verdict.detail))
+    return Verdict(_number(verdict.value), detail, bool(verdict.invalid_output), turns)
+
+
+def _number(given: Any) -> float:
     if isinstance(given, (str, bytes)):
         raise ValueError(f"the verifier returned the text {given[:60]!r}, not a number")
     try:
@@ -198,7 +210,7 @@ def read_verdict(verdict: Any) -> tuple[float, str | None, bool]:
         raise ValueError(f"the verifier returned {type(given).__name__}, not a number") from None
     if not math.isfinite(value):
         raise ValueError(f"the verifier returned {value}, which is not finite")
-    return value, None if detail is None else clean(str(detail)), invalid
+    return value
 
 
 def clean(text: str) -> str:
@@ -206,12 +218,19 @@ def clean(text: str) -> str:
     return text[:MAX_DETAIL].encode("utf-8", "replace").decode()
 
 
+def _result(position: int, verdict: Verdict, version: str, duration_ms: float) -> ItemResult:
+    return ItemResult(
+        position, verdict.value, verdict.invalid_output, verdict.detail, version, duration_ms, verdict.turn_values,
+        watch.seen(),
+    )  # fmt: skip
+
+
 def _failure(position: int, error: Exception, version: str, duration_ms: float) -> ItemResult:
     try:
         text = f"{type(error).__name__}: {error}"
     except Exception:  # noqa: BLE001 - an exception whose own text fails
         text = type(error).__name__
-    return ItemResult(position, None, False, clean(text), version, duration_ms)
+    return ItemResult(position, None, False, clean(text), version, duration_ms, network=watch.seen())
 
 
 def _since(started: float) -> float:

@@ -17,7 +17,13 @@ from .rewards.base import TaskError, Verifier
 GROUP = "rollgrid.verifiers"
 BUILT_IN = {
     "exact_match": "rollgrid_scorer.rewards.exact:ExactMatch",
+    "format": "rollgrid_scorer.rewards.format:Format",
+    "json_schema": "rollgrid_scorer.rewards.json_schema:JsonSchema",
+    "length": "rollgrid_scorer.rewards.length:Length",
+    "math": "rollgrid_scorer.rewards.math_answer:MathAnswer",
+    "multiple_choice": "rollgrid_scorer.rewards.multiple_choice:MultipleChoice",
     "numeric": "rollgrid_scorer.rewards.numeric:Numeric",
+    "regex": "rollgrid_scorer.rewards.regular_expression:Regex",
     "reasoning_gym": "rollgrid_scorer.rewards.reasoning_gym:ReasoningGym",
 }
 

@@ -67,8 +67,12 @@ class WorkerProcess:
 class Nursery:
     """Starts the nursery process and asks it for workers; starts it again when it has died."""
 
-    def __init__(self, memory_mb: int, verifiers: Sequence[str]) -> None:
+    def __init__(
+        self, memory_mb: int, verifiers: Sequence[str], *, environment: Mapping[str, str], watched: bool
+    ) -> None:
         self._memory_mb, self._verifiers = memory_mb, tuple(verifiers)
+        self._environment = dict(environment)
+        self._network = "watched" if watched else "free"
         self._process: subprocess.Popen[bytes] | None = None
         self._door: socket.socket | None = None
         self._lock = asyncio.Lock()
@@ -147,13 +151,13 @@ class Nursery:
             return
         self._kill()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        arguments = [str(theirs.fileno()), str(os.getpid()), str(self._memory_mb), *self._verifiers]
+        arguments = [str(theirs.fileno()), str(os.getpid()), str(self._memory_mb), self._network, *self._verifiers]
         # started on the loop's own thread: the death signal follows the thread that started it
         self._process = subprocess.Popen(  # noqa: ASYNC220
             [sys.executable, "-m", "rollgrid_scorer.nursery", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=2,
-            env=clean_environment(os.environ),
+            env=clean_environment(os.environ) | self._environment,
             pass_fds=(theirs.fileno(),),
         )
         theirs.close()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol, TypeVar
 
 import msgspec
+
+T = TypeVar("T")
 
 
 class ScoreInput(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,11 +39,14 @@ class Verdict(msgspec.Struct, frozen=True):
 
     `invalid_output` says that the model's output could not be read (`value` is then its price,
     usually 0).  A verifier that itself cannot work raises instead: that is never a number.
+    `turn_values` are the parts of a verdict that belong to single turns of the episode, one per
+    turn in order, None where there is none; they are recorded beside `value`, never added to it.
     """
 
     value: float
     detail: str | None = None
     invalid_output: bool = False
+    turn_values: tuple[float | None, ...] = ()
 
 
 class Verifier(Protocol):
@@ -66,3 +72,13 @@ def reference(task: ScoreInput, answer: Any, field: str) -> Any:
     if found is None:
         raise TaskError(f"the task has no field {field!r} and the scorer no parameter 'answer'")
     return found
+
+
+def typed(kind: type[T], params: Mapping[str, Any]) -> T:
+    """The job's `params` as a struct; raises TaskError naming the field at fault."""
+    try:
+        return msgspec.convert(dict(params), kind)
+    except msgspec.ValidationError as error:
+        what, _, where = str(error).partition(" - at `$")
+        field = "params" + where.rstrip("`")
+        raise TaskError(f"{field}: {what}") from None
