@@ -26,7 +26,8 @@ async def read_closes(bus: Bus) -> list[Close]:
     while True:
         page = await read_after(bus, topology.TRAJECTORIES.name, subjects.TRAJECTORIES_ALL, after, 500)
         for stored in page.messages:
-            record = codec.decode(await bus.resolve(stored.data, stored.headers), GroupClosed)
+            body = await bus.resolve(stored.data, stored.headers)
+            record = codec.decode(body, GroupClosed, stored.headers.get(topology.Header.CONTENT_TYPE, codec.MSGPACK))
             closes.append(Close(stored.sequence, stored.subject, stored.headers, record))
             after = stored.sequence
         if not page.messages or not page.pending:

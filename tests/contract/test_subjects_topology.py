@@ -99,7 +99,8 @@ def test_consumers_read_inside_their_stream_under_names_nats_accepts(lane: PoolL
         topology.lane_consumer(worker),
         *map(topology.scorer_consumer, [kind for kind in ScorerKind if kind is not ScorerKind.DONE]),
         topology.ARCHIVER,
-        topology.QUEUE_DOOR,
+        topology.submit_consumer(lane.tenant),
+        topology.tenant_consumer(lane.tenant),
         topology.CHECKPOINT_WATCH,
     ]
     for consumer in consumers:

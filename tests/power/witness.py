@@ -55,7 +55,8 @@ class ReadClose(msgspec.Struct, frozen=True, kw_only=True, tag="close"):
 
     def close(self) -> Close:
         """Decoded.  The bodies of these tests are inline: no claim checks."""
-        return Close(self.sequence, self.subject, self.headers, codec.decode(self.data, GroupClosed))
+        kind = self.headers.get(topology.Header.CONTENT_TYPE, codec.MSGPACK)
+        return Close(self.sequence, self.subject, self.headers, codec.decode(self.data, GroupClosed, kind))
 
 
 class ReadManifest(msgspec.Struct, frozen=True, kw_only=True, tag="manifest"):

@@ -45,7 +45,15 @@ class Stream(msgspec.Struct, frozen=True, kw_only=True):
     duplicate_window_s: float = 120.0
 
 
-SUBMIT = Stream(name="RG_SUBMIT", subjects=(subjects.SUBMIT_ALL,), retention=Retention.WORK_QUEUE, max_bytes=1 * GIB)
+SUBMIT = Stream(
+    name="RG_SUBMIT",
+    subjects=(subjects.SUBMIT_ALL,),
+    retention=Retention.WORK_QUEUE,
+    max_bytes=4 * GIB,
+    max_msgs_per_subject=1024,  # with MAX_PAYLOAD a quarter of the stream: no tenant fills it alone
+    discard_new_per_subject=True,
+    duplicate_window_s=0.1,  # the shortest: Nats-Msg-Id is one name space of all tenants (Idempotency-Key is not)
+)
 JOBS = Stream(name="RG_JOBS", subjects=(subjects.JOBS_ALL,), retention=Retention.INTEREST, max_bytes=1 * GIB)
 SAMPLES = Stream(name="RG_SAMPLES", subjects=(subjects.SAMPLES_ALL,), retention=Retention.LIMITS, max_bytes=2 * GIB)
 TRAJECTORIES = Stream(
@@ -180,6 +188,11 @@ def scorer_consumer(kind: ScorerKind) -> Consumer:
     )
 
 
+def submit_consumer(tenant: str) -> Consumer:
+    """Ingest's reader of one tenant's submissions: one durable each, so that no tenant's flood starves another."""
+    return Consumer(stream=SUBMIT.name, durable=f"submit_{tenant}", filter_subject=subjects.submit(tenant))
+
+
 def tenant_consumer(tenant: str, name: str = "default") -> Consumer:
     """A tenant's own reader of its trajectories through NATS; made by the operator, never by the tenant."""
     return Consumer(
@@ -197,7 +210,6 @@ ARCHIVER = Consumer(
     ack_wait_s=120.0,
     max_ack_pending=-1,
 )
-QUEUE_DOOR = Consumer(stream=SUBMIT.name, durable="ingest", filter_subject=subjects.SUBMIT_ALL)
 CHECKPOINT_WATCH = Consumer(stream=CHECKPOINTS.name, durable="checkpoint-sync", filter_subject=subjects.CHECKPOINTS_ALL)
 
 

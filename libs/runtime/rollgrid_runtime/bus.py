@@ -63,8 +63,8 @@ class Outgoing(NamedTuple):
     headers: Mapping[str, str]
 
 
-class _CancellableClient(Client):
-    """A NATS client whose requests honour cancellation.
+class _SturdyClient(Client):
+    """A NATS client whose requests honour cancellation, and which no message can stop.
 
     `asyncio.wait_for` of Python 3.11, under every nats-py request, drops a cancellation that
     arrives together with the answer (two in five in a tight loop, measured): a loop of requests
@@ -78,6 +78,14 @@ class _CancellableClient(Client):
         if task is not None and task.cancelling() > before:
             raise asyncio.CancelledError
         return answer
+
+    async def _process_headers(self, headers: bytes) -> dict[str, str] | None:
+        """Headers that nats-py cannot read (a status line that is no text) would end its reading for good."""
+        try:
+            found: dict[str, str] | None = await super()._process_headers(headers)
+        except (UnicodeDecodeError, IndexError):
+            return None
+        return found
 
 
 class Bus:
@@ -106,7 +114,7 @@ class Bus:
             metrics.RECONNECTS.inc()
             log.info("nats_reconnected")
 
-        client = _CancellableClient()
+        client = _SturdyClient()
         options: dict[str, Any] = {"reconnect_time_wait": 0.25}
         if settings.user is not None:
             options["user"] = settings.user

@@ -41,6 +41,7 @@ async def ensure_stream(bus: Bus, stream: Stream) -> None:
         "max_bytes": _max_bytes(bus, stream),
         "max_msgs": -1,
         "max_msgs_per_subject": stream.max_msgs_per_subject,
+        "discard_new_per_subject": stream.discard_new_per_subject,
         "max_age": 0,
         "max_msg_size": topology.MAX_PAYLOAD,
         "num_replicas": bus.settings.replicas,

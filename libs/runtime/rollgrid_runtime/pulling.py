@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .bus import Bus
 
 T = TypeVar("T")
+ACK_PREFIX = "$JS.ACK."
 REQUEST_EXPIRES_S = 20.0
 """How long one pull request stays open at the server."""
 
@@ -31,7 +32,9 @@ REQUEST_EXPIRES_S = 20.0
 class Delivery:
     """One message of a durable: headers, stream sequence, and the ack verbs."""
 
-    __slots__ = ("_bus", "_msg", "data", "delivered", "headers", "pending", "sequence", "subject", "timestamp")
+    __slots__ = (
+        "_bus", "_msg", "data", "delivered", "headers", "pending", "sequence", "stored_ns", "subject", "timestamp",
+    )  # fmt: skip
 
     def __init__(self, bus: Bus, msg: Msg) -> None:
         # $JS.ACK[.<domain>.<account>].<stream>.<consumer>.<delivered>.<sseq>.<cseq>.<time>.<pending>[.<token>]
@@ -42,7 +45,8 @@ class Delivery:
         self.headers: dict[str, str] = msg.headers or {}
         self.delivered = int(tokens[base + 2])
         self.sequence = int(tokens[base + 3])
-        self.timestamp = int(tokens[base + 5]) / 1e9
+        self.stored_ns = int(tokens[base + 5])
+        self.timestamp = self.stored_ns / 1e9
         self.pending = int(tokens[base + 6])
 
     @property
@@ -150,7 +154,8 @@ class Puller:
         await self._bus.publish_raw(self._subject, json.dumps(request).encode(), reply=self._inbox)
 
     async def _on_message(self, msg: Msg) -> None:
-        status = msg.headers.get("Status") if msg.headers else None
+        # told by the reply, not by its headers: a tenant may give a submission a header named Status
+        status = msg.headers.get("Status") if msg.headers and not msg.reply.startswith(ACK_PREFIX) else None
         if status is None:
             self._credit = max(0, self._credit - 1)
             self._queue.put_nowait(Delivery(self._bus, msg))

@@ -83,6 +83,13 @@ class Keys:
     def open_door(self) -> bool:
         return self._entries is None
 
+    @property
+    def submitters(self) -> frozenset[str]:
+        """Tenants that hold a key which may submit."""
+        if self._entries is None:
+            return frozenset({LOCAL_TENANT})
+        return frozenset(principal.tenant for _, principal in self._entries if Scope.SUBMIT in principal.scopes)
+
     def reload(self) -> None:
         """Read the file again if it has changed; a broken file leaves the old keys in force."""
         if self._path is None:

@@ -21,7 +21,7 @@ from rollgrid_runtime.telemetry import Span
 
 from . import metrics
 from .admission import TenantGauge, TenantGauges
-from .idempotency import Idempotency
+from .idempotency import Claim, Idempotency
 from .ledger_client import LedgerClient
 from .publishing import JobPublisher, jobs_of, lane_of
 from .settings import Limits
@@ -63,31 +63,24 @@ class Handler:
         await asyncio.gather(*self._abandoned, return_exceptions=True)
         await self._gauges.close()
 
-    async def submit(self, submission: Submission) -> Accepted:
+    async def submit(self, submission: Submission, *, at: float | None = None, again: bool = False) -> Accepted:
         """Store the submission's jobs; returns once every one is acknowledged.
 
-        A repeated idempotency key names the same ids; only groups nobody has yet are published again.
+        A repeated idempotency key names the same ids; only groups nobody has yet are published again,
+        as after `again`: this very submission may have been stored before.  Deadlines count from `at`
+        (UNIX seconds, now if not given).
 
         Raises QueueFull, BusError, and RollgridError (idempotency_conflict, not_ready, queue_full).
         """
-        now = time.time()
+        now = time.time() if at is None else at
         batch_id, group_ids = submission.batch_id, submission.group_ids
-        cursor, fresh = await self.cursor(), True
+        cursor, fresh = await self.cursor(), not again
         positions: Sequence[int] = range(len(group_ids))
         if submission.idempotent:
-            record = IdempotencyRecord(
-                body_sha256=submission.digest,
-                run=submission.run,
-                batch_id=batch_id,
-                key=submission.key,
-                groups=len(group_ids),
-                cursor=cursor,
-                created_at=now,
-            )
-            claim = await self._idempotency.claim(submission.tenant, record)
-            if not claim.fresh:
-                fresh, cursor = False, claim.record.cursor
-                positions = await self._missing(submission, group_ids)
+            claim = await self._claim(submission, cursor, now)
+            fresh, cursor = fresh and claim.fresh, claim.record.cursor
+        if not fresh:
+            positions = await self._missing(submission, group_ids)
         with (
             bound(tenant=submission.tenant, run=submission.run, batch=batch_id),
             _span(submission, batch_id, group_ids, len(positions)) as span,
@@ -143,6 +136,18 @@ class Handler:
 
     # -- storing --------------------------------------------------------------------------------
 
+    async def _claim(self, submission: Submission, cursor: int, now: float) -> Claim:
+        record = IdempotencyRecord(
+            body_sha256=submission.digest,
+            run=submission.run,
+            batch_id=submission.batch_id,
+            key=submission.key,
+            groups=len(submission.groups),
+            cursor=cursor,
+            created_at=now,
+        )
+        return await self._idempotency.claim(submission.tenant, record)
+
     async def _missing(self, submission: Submission, group_ids: Sequence[str]) -> list[int]:
         """Positions of groups that the ledger has not got (whole)."""
         known = await self._ledger.caught_up(submission.tenant, list(group_ids), within_s=CATCH_UP_S)
@@ -177,7 +182,7 @@ class Handler:
             job_seq = await self._publisher.publish(lane_of(submission), jobs)
             stored = True
         except RollgridError:
-            if not submission.idempotent:
+            if not submission.idempotent and not submission.stored:
                 self._abandon(submission, batch_id)
             raise
         finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from typing import NamedTuple
 
+import msgspec
 from rollgrid_contracts import ids
 from rollgrid_contracts.failures import Boundary, ErrorCode
 from rollgrid_contracts.fleet import IdempotencyRecord
@@ -13,6 +14,7 @@ from rollgrid_runtime.bus import Bus
 from rollgrid_runtime.errors import BusError, Conflict, RollgridError
 from rollgrid_runtime.kv import Table
 
+from .submission import Caller
 from .wire import invalid
 
 MAX_KEY_CHARS = 255
@@ -22,14 +24,24 @@ def body_digest(route: str, body: bytes) -> str:
     return hashlib.sha256(route.encode() + b"\n" + body).hexdigest()
 
 
-def checked_key(value: str | None) -> str | None:
+def checked_key(value: str | None, field: str = "Idempotency-Key") -> str | None:
     """The Idempotency-Key header: printable ASCII, or absent."""
     if value is None:
         return None
     if not value or len(value) > MAX_KEY_CHARS or not value.isascii() or not value.isprintable():
         limit = f"1-{MAX_KEY_CHARS} printable ASCII characters"
-        raise invalid("Idempotency-Key is not usable", "Idempotency-Key", limit=limit)
+        raise invalid(f"{field} is not usable", field, limit=limit)
     return value
+
+
+def with_body_key(caller: Caller, key: str | None, route: str, body: bytes) -> Caller:
+    """`caller` under the key that the body names, for clients that send no header."""
+    if key is None:
+        return caller
+    if caller.idempotent and caller.key != key:
+        raise invalid("idempotency_key and the header Idempotency-Key differ", "idempotency_key")
+    named = checked_key(key, "idempotency_key") or ""
+    return msgspec.structs.replace(caller, key=named, idempotent=True, digest=body_digest(route, body))
 
 
 class Claim(NamedTuple):

@@ -14,6 +14,8 @@ SECONDS = Histogram(
 GROUPS = Counter("rollgrid_ingest_groups_total", "Groups accepted", ["priority"])
 SAMPLES = Counter("rollgrid_ingest_samples_total", "Samples accepted", ["priority"])
 REFUSED = Counter("rollgrid_ingest_refused_total", "Requests refused", ["code"])
+QUEUED = Counter("rollgrid_ingest_queue_messages_total", "Messages of the queue door by how they ended", ["outcome"])
+"""`outcome`: accepted, refused (closed in its run), rejected (closed in the run _rejected), delayed."""
 RENDER_SECONDS = Histogram(
     "rollgrid_ingest_render_seconds",
     "Rendering the prompts of one request to token ids",
@@ -28,3 +30,4 @@ STREAMS = Gauge("rollgrid_ingest_streams_open", "Answers being streamed to their
 WAITING = Gauge("rollgrid_ingest_waiting_replies", "Interactive groups waiting for their samples")
 REPLIES = Counter("rollgrid_ingest_replies_total", "Interactive groups answered", ["source"])
 """`source`: reply (core NATS) or record (read back through the ledger)."""
+FRAMES_DROPPED = Counter("rollgrid_ingest_frames_dropped_total", "Token frames over a slow client's bound")

@@ -52,9 +52,11 @@ class TaskRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class RolloutRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """`POST /v1/rollouts`.  `model` and `policy` are two names of one field.
+    """`POST /v1/rollouts`, and the body of a message to the queue door.
 
-    `user` is accepted and ignored.
+    `model` and `policy` are two names of one field.  `record_format` (msgpack or json) is how closed
+    groups are stored for readers of the stream; `idempotency_key` is the header of that name for
+    clients that cannot send one.  `user` is accepted and ignored.
     """
 
     run: str
@@ -72,6 +74,8 @@ class RolloutRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     engagement_id: str | None = None
     cache_salt: str | None = None
     reward_formula: str | None = None
+    record_format: str | None = None
+    idempotency_key: str | None = None
     user: Any = None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from enum import StrEnum
 from typing import Any
 
 from rollgrid_contracts import ids
@@ -19,6 +20,13 @@ from .settings import Limits
 from .wire import at_most, check_payload, invalid, over_limit, unsupported
 
 MAX_TEXT_CHARS = 255
+
+
+class RecordFormat(StrEnum):
+    """How a group's close is stored for readers of the stream."""
+
+    MSGPACK = "msgpack"
+    JSON = "json"
 
 
 def scorer_specs(

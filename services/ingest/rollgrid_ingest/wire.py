@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any, TypeVar
 
@@ -48,12 +49,17 @@ def decode_json(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
     """
     if not body.strip():
         raise invalid("the body is empty: a JSON object is wanted")
+    return decode_body(body, decoder, "JSON")
+
+
+def decode_body(body: bytes, decoder: msgspec.json.Decoder[T] | msgspec.msgpack.Decoder[T], form: str) -> T:
+    """As `decode_json`, in either form."""
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
         raise _refusal(str(error)) from error
     except msgspec.DecodeError as error:
-        raise invalid(f"the body is not valid JSON: {error}") from error
+        raise invalid(f"the body is not valid {form}: {error}") from error
     except RecursionError as error:
         raise invalid("the body is nested too deeply", limit="max_depth") from error
     except ValueError as error:  # hooks, and text that is not UTF-8
@@ -79,7 +85,10 @@ def _join(path: str | None, name: str) -> str:
 
 
 def check_payload(value: Any, field: str, max_depth: int) -> None:
-    """Refuse what JSON can say and the wire between services cannot: deep nesting, integers over 64 bits."""
+    """Refuse what one form of the wire can say and another cannot.
+
+    JSON: deep nesting, integers over 64 bits.  msgpack: NaN, raw bytes, times, keys that are no strings.
+    """
     pending: list[tuple[Any, int]] = [(value, 1)]
     while pending:
         item, depth = pending.pop()
@@ -88,9 +97,17 @@ def check_payload(value: Any, field: str, max_depth: int) -> None:
                 raise invalid(
                     f"{field} is nested more than {max_depth} levels deep", field, limit=f"max_depth={max_depth}"
                 )
+            if isinstance(item, dict) and not all(isinstance(name, str) for name in item):
+                raise invalid(f"{field} holds a key that is no string", field)
             pending.extend((child, depth + 1) for child in (item.values() if isinstance(item, dict) else item))
-        elif isinstance(item, int) and not -INT64 <= item < UINT64:
-            raise invalid(f"{field} holds an integer of more than 64 bits", field, limit="64 bits")
+        elif isinstance(item, int):
+            if not -INT64 <= item < UINT64:
+                raise invalid(f"{field} holds an integer of more than 64 bits", field, limit="64 bits")
+        elif isinstance(item, float):
+            if not math.isfinite(item):
+                raise invalid(f"{field} holds {item}: JSON cannot say that", field)
+        elif item is not None and not isinstance(item, str):
+            raise invalid(f"{field} holds a {type(item).__name__}: JSON cannot say that", field)
 
 
 class Refusable(msgspec.Struct, kw_only=True):

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
 from rollgrid_contracts import codec
 from rollgrid_contracts.jobs import Priority, SampleGroup
 from rollgrid_contracts.samples import BlobRef, SampleStatus
 from rollgrid_contracts.topology import INLINE_LIMIT, TRAJECTORIES, Header
 from rollgrid_contracts.trajectories import GroupClosed, count_statuses
+from rollgrid_runtime import telemetry
 from rollgrid_runtime.blobs import Blobs
 from rollgrid_runtime.bus import Bus, Outgoing
 from rollgrid_runtime.errors import BusError, Conflict, QueueFull, StorageError
 from rollgrid_runtime.logging import get_logger
 from rollgrid_runtime.reading import Stored, read_after
+from rollgrid_runtime.telemetry import OFF, Span
 
 from . import metrics
 from .authority import Authority
@@ -33,8 +37,52 @@ REREAD_PAUSE_S = 0.02
 UPLOADS_AT_ONCE = 8
 
 
-def headers_of(closed: GroupClosed) -> dict[str, str]:
+def encoded(item: Pending) -> tuple[bytes, dict[str, str]]:
+    """The record in the form its submission asked for, and its headers."""
+    close, closed = item.close, item.close.closed
+    item.tally = metrics.tally_of(closed)
+    if item.span is OFF:
+        item.span = _span(close, closed)
+    if item.span.recorded:
+        closed = msgspec.structs.replace(closed, traceparent=item.span.traceparent)
+    wants_json = close.group.record_format == "json" and _is_finite(closed)
+    content_type = codec.JSON if wants_json else codec.MSGPACK
+    return codec.encode(closed, content_type), headers_of(closed, content_type)
+
+
+def _span(close: Close, closed: GroupClosed) -> Span:
+    """From the decision to the durable close, behind whatever ended the group."""
+    parent = close.group.cause or closed.traceparent
+    if not telemetry.sampled(parent):
+        return OFF
+    return telemetry.start(
+        "close group",
+        parent,
+        kind="producer",
+        at=closed.closed_at,
+        stream=TRAJECTORIES.name,
+        tenant=closed.tenant,
+        run=closed.run,
+        batch=closed.batch_id,
+        group=closed.group_id,
+        policy=closed.policy,
+        reason=closed.reason.value,
+        samples=closed.n,
+    )
+
+
+def _is_finite(closed: GroupClosed) -> bool:
+    """Whether JSON can say it: an infinite logprob would be read back as null, and the record not at all."""
+    for sample in (sample for entry in closed.entries for sample in (entry.sample, *entry.turns)):
+        prompt = sample.prompt_logprobs
+        if not all(map(math.isfinite, [*sample.logprobs, *(prompt.logprobs if prompt else ())])):
+            return False
+    return True
+
+
+def headers_of(closed: GroupClosed, content_type: str = codec.MSGPACK) -> dict[str, str]:
     headers = {
+        Header.CONTENT_TYPE.value: content_type,
         Header.GROUP.value: closed.group_id,
         Header.BATCH.value: closed.batch_id,
         Header.COUNTS.value: format_counts(tuple(count_statuses(closed.entries).values())),
@@ -65,6 +113,8 @@ class Pending:
     decided: float
     payload: bytes | None = None
     headers: dict[str, str] = field(default_factory=dict)
+    tally: metrics.Tally | None = None
+    span: Span = OFF
 
 
 @dataclass(slots=True)
@@ -150,18 +200,17 @@ class Closer:
         """A large close goes to S3 first, beside the small ones: a stalled S3 holds back no others."""
         ref: BlobRef | None = None
         async with self._uploads:
-            closed = item.close.closed
-            body = codec.encode(closed)
+            body, headers = encoded(item)
             while ref is None:
                 try:
                     ref = await self._blobs.put_payload(body)
                 except StorageError as error:
-                    log.warning("close_not_uploaded", group=closed.group_id, error=error.message)
+                    log.warning("close_not_uploaded", group=item.close.group_id, error=error.message)
                     await asyncio.sleep(RETRY_S)
-        if self._uploading.pop(closed.group_id, None) is None:
+        if self._uploading.pop(item.close.group_id, None) is None:
             return  # a rival closed it meanwhile
         item.payload = codec.encode(ref)
-        item.headers = headers_of(closed) | {Header.CLAIM.value: ref.sha256}
+        item.headers = headers | {Header.CLAIM.value: ref.sha256}
         self._queue(item)
 
     async def _append_all(self, subject: str, run: RunQueue, gate: asyncio.Semaphore) -> None:
@@ -206,8 +255,7 @@ class Closer:
         batch: list[Pending] = []
         for group_id, item in list(itertools.islice(run.waiting.items(), run.most)):
             if item.payload is None:
-                closed = item.close.closed
-                item.payload, item.headers = codec.encode(closed), headers_of(closed)
+                item.payload, item.headers = encoded(item)
                 if len(item.payload) > INLINE_LIMIT:
                     item.payload = None
                     del run.waiting[group_id]
@@ -234,7 +282,24 @@ class Closer:
             for status, count in zip(SampleStatus, read.counts, strict=True):
                 if count:
                     metrics.ENTRIES.labels(status.value).inc(count)
+            self._account(item, read)
         self._on_closed(read)
+
+    def _account(self, item: Pending, read: ClosedRead) -> None:
+        """What a stored close was worth, to the metrics, its trace and the log."""
+        source = item.close.group.source
+        if item.tally is not None:
+            metrics.count(item.tally, read.at)
+        item.span.set(sequence=read.seq)
+        item.span.end()
+        log.debug(
+            "group_closed",
+            tenant=source.tenant,
+            run=source.run,
+            group=read.group_id,
+            trace_id=telemetry.trace_id(source.traceparent),
+            sequence=read.seq,
+        )
 
     async def _reread(self, subject: str, run: RunQueue) -> None:
         """Learn what really is on the run's subject behind the tail: our own lost acks, or a rival's closes."""

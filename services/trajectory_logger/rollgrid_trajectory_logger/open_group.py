@@ -74,6 +74,11 @@ class OpenGroup:
         return () if isinstance(self.source, SamplesFinished) else self.source.scorers
 
     @property
+    def record_format(self) -> str:
+        """In which form the close is stored: msgpack or json, as the submission asked."""
+        return "msgpack" if isinstance(self.source, OpenEpisode) else self.source.record_format
+
+    @property
     def subject(self) -> str:
         return subjects.trajectories(self.source.tenant, self.source.run)
 
@@ -184,7 +189,8 @@ class OpenGroup:
             "logprobs_mode": finish.logprobs_mode if finish else "processed_logprobs",
         }
         if isinstance(source, SamplesFinished):
-            return GroupClosed(**shared, sampling=source.sampling, created_at=now)
+            told = {"metadata": source.scoring.metadata} if source.scoring else {}
+            return GroupClosed(**shared, **told, sampling=source.sampling, created_at=now)
         shared |= {
             "task": source.task,
             "metadata": source.metadata,
