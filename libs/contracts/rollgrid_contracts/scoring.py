@@ -7,6 +7,7 @@ every mean.  Retries are for infrastructure failures only and raise `attempt`.
 
 from __future__ import annotations
 
+import keyword
 from enum import StrEnum
 from typing import Any
 
@@ -100,7 +101,7 @@ def combine(specs: tuple[ScorerSpec, ...], scores: tuple[Score, ...]) -> tuple[f
     one has not answered, else `invalid_output` if any said so, else `scored`.
     """
     by_name = {score.scorer: score for score in scores}
-    total, factor, status = 0.0, 1.0, ScoreStatus.SCORED
+    total, gates, status = 0.0, list[float](), ScoreStatus.SCORED
     for spec in specs:
         score = by_name.get(spec.name)
         if score is None:
@@ -110,10 +111,37 @@ def combine(specs: tuple[ScorerSpec, ...], scores: tuple[Score, ...]) -> tuple[f
         if score.status is ScoreStatus.INVALID_OUTPUT:
             status = score.status
         if spec.gate:
-            factor *= score.value
+            gates.append(score.value)
         else:
             total += spec.weight * score.value
-    return total * factor, status
+    for gate in gates:
+        total *= gate
+    return total, status
+
+
+def reward_formula(specs: tuple[ScorerSpec, ...]) -> str | None:
+    """What `combine` computes from these scorers' values: `(1*numeric + 0.2*format) * gate(length)`.
+
+    Exact: evaluated from left to right in doubles it gives the very reward.  Weights are written so that
+    reading them gives the same double; a name that is no identifier stands in quotes (Python can parse it).
+    """
+    if not specs:
+        return None
+    terms = ""
+    for spec in specs:
+        if not spec.gate:
+            sign = " - " if spec.weight < 0 else " + "
+            terms += (sign if terms else sign.strip(" +")) + f"{_number(abs(spec.weight))}*{_name(spec.name)}"
+    gates = "".join(f" * gate({_name(spec.name)})" for spec in specs if spec.gate)
+    return f"({terms}){gates}" if gates and terms else (terms or "0") + gates
+
+
+def _number(value: float) -> str:
+    return repr(float(value)).removesuffix(".0")
+
+
+def _name(name: str) -> str:
+    return name if name.isidentifier() and not keyword.iskeyword(name) else f'"{name}"'
 
 
 def next_todo(specs: tuple[ScorerSpec, ...], after: ScorerKind | None = None) -> ScorerKind:

@@ -12,7 +12,7 @@ from rollgrid_contracts.episodes import SessionEnded, SessionOutcome
 from rollgrid_contracts.failures import Boundary, ErrorCode, ErrorInfo
 from rollgrid_contracts.jobs import Job, OpenEpisode, SampleGroup
 from rollgrid_contracts.samples import FinishReason, Sample, SamplesFinished, SampleStatus
-from rollgrid_contracts.scoring import SampleScores, Score, ScorerSpec, ScoreStatus, combine
+from rollgrid_contracts.scoring import SampleScores, Score, ScorerSpec, ScoreStatus, combine, reward_formula
 from rollgrid_contracts.trajectories import CloseReason, Entry, GroupClosed
 
 MISSING = {
@@ -246,15 +246,6 @@ class OpenGroup:
         if reward is not None and not math.isfinite(reward):
             reward, status = None, ScoreStatus.VERIFIER_ERROR
         return msgspec.structs.replace(entry, reward=reward, score_status=status, scores=scores)
-
-
-def reward_formula(specs: tuple[ScorerSpec, ...]) -> str | None:
-    """How `scoring.combine` makes the reward of these scorers, as text for the record."""
-    if not specs:
-        return None
-    terms = " + ".join(f"{spec.weight:g}*{spec.name}" for spec in specs if not spec.gate) or "0"
-    gates = "".join(f" * {spec.name}" for spec in specs if spec.gate)
-    return f"({terms}){gates}" if gates else terms
 
 
 def _finite(score: Score) -> Score:

@@ -12,11 +12,10 @@ from rollgrid_contracts.failures import ErrorCode, ErrorInfo
 from rollgrid_contracts.fleet import LedgerQuery
 from rollgrid_contracts.jobs import OpenEpisode, SampleGroup, SamplingParams, Session
 from rollgrid_contracts.samples import GroupsCancelled, Sample, SamplesFinished, SampleStatus
-from rollgrid_contracts.scoring import SampleScores, SamplesScored, Score, ScorerSpec, ScoreStatus
+from rollgrid_contracts.scoring import SampleScores, SamplesScored, Score, ScorerSpec, ScoreStatus, reward_formula
 from rollgrid_contracts.trajectories import CloseReason, GroupClosed, count_statuses
 from rollgrid_trajectory_logger.closed_index import ClosedIndex, ClosedRead, format_counts, parse_counts
 from rollgrid_trajectory_logger.ledger import Close, Decision, Event, Ledger, Settle
-from rollgrid_trajectory_logger.open_group import reward_formula
 from rollgrid_trajectory_logger.query import answer
 
 NOW = 50.0
@@ -240,7 +239,7 @@ def test_formula_says_what_combine_does() -> None:
     gate = ScorerSpec(name="safe", type="c", gate=True)
     assert reward_formula(()) is None
     assert reward_formula((exact, fmt)) == "1*exact + 0.5*fmt"
-    assert reward_formula((exact, gate, fmt)) == "(1*exact + 0.5*fmt) * safe"
+    assert reward_formula((exact, gate, fmt)) == "(1*exact + 0.5*fmt) * gate(safe)"
 
 
 def test_counts_survive_their_header() -> None:
