@@ -8,6 +8,7 @@ ROLLGRID_ENGINE ?= cpu
 export VENV ROLLGRID_ENGINE
 BIN := $(VENV)/bin
 ARGS ?=
+JOBS ?= 2
 
 .PHONY: help setup check lint-fix test test-fast models demo up down train bench chaos lock clean
 
@@ -16,6 +17,7 @@ help: ## print this
 	@echo
 	@echo "  VENV=<folder>                    another place for the environment (now $(VENV))"
 	@echo "  ROLLGRID_ENGINE=cpu|cuda|none    the engine to install (now $(ROLLGRID_ENGINE))"
+	@echo "  JOBS=<n>                         test processes side by side (now $(JOBS))"
 	@echo "  ARGS='...'                       passed on, e.g. make test-fast ARGS='-k ledger'"
 
 setup: ## make the environment from the lock (needs Python 3.11; may use apt and says so)
@@ -37,7 +39,7 @@ models: setup ## prepare the small models that the demo and the tests use (cache
 	$(BIN)/rollgrid models prepare
 
 test: models ## every test, those on the real engine and real servers included
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest -n $(JOBS) --dist loadgroup $(ARGS)
 
 test-fast: setup ## the tests without the engine and without the slow ones
 	$(BIN)/pytest -m "not vllm and not chaos and not slow and not power" $(ARGS)
