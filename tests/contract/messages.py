@@ -26,6 +26,7 @@ from rollgrid_contracts.fleet import (
     GroupStatus,
     IdempotencyRecord,
     LaneClaim,
+    LaneOpened,
     LedgerAnswer,
     LedgerLease,
     LedgerQuery,
@@ -406,6 +407,7 @@ FULL: dict[str, Any] = {
         reasoning="hm",
         tool_calls=({"index": 0, "id": "call_1", "type": "function", "function": {"name": "add", "arguments": "{}"}},),
     ),
+    "lane_opened": LaneOpened(durable="pool_q_interactive_a"),
     "stream_query": StreamQuery(group_id=GROUP),
     "stream_state": StreamState(
         group_id=GROUP, sent=(Resume(index=1, token_ids=TOKENS, logprobs=LOGPROBS, spans=SPANS),)

@@ -93,6 +93,12 @@ class DrainWorker(msgspec.Struct, frozen=True, kw_only=True, tag="drain_worker")
 WorkerCommand = CancelWork | DrainWorker
 
 
+class LaneOpened(msgspec.Struct, frozen=True, kw_only=True, tag="lane_opened"):
+    """Hint on `subjects.LANES_CONTROL`: a durable was made on RG_JOBS.  Samplers look without it too, later."""
+
+    durable: str
+
+
 class LedgerQuery(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """Question on `rg.ledger.query`: by groups, or by batch.  `tenant` bounds what may be seen."""
 

@@ -17,6 +17,7 @@ CHECKPOINTS_ALL = f"rg.{PARTITION}.checkpoints.>"
 AUDIT_ALL = f"rg.{PARTITION}.audit.>"
 LEDGER_QUERY = "rg.ledger.query"
 WORKERS_CONTROL = "rg.ctl.worker.*"
+LANES_CONTROL = "rg.ctl.lanes"
 EVERY_WORKER = "all"
 REWARDS = "rewards"
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from rollgrid_contracts import codec, subjects, topology
+from rollgrid_contracts.fleet import LaneOpened
 from rollgrid_contracts.jobs import SampleGroup
 from rollgrid_contracts.subjects import PoolLane
 from rollgrid_contracts.topology import Header
@@ -62,7 +63,9 @@ class JobPublisher:
             self._epoch = self._bus.connection_epoch
             self._lanes.clear()
         if lane not in self._lanes:
-            await ensure_consumer(self._bus, topology.pool_consumer(lane))
+            consumer = topology.pool_consumer(lane)
+            await ensure_consumer(self._bus, consumer)
+            await self._bus.publish_core(subjects.LANES_CONTROL, LaneOpened(durable=consumer.durable))
             self._lanes.add(lane)
 
 

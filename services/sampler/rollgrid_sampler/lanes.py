@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 
 from rollgrid_contracts import topology
+from rollgrid_contracts.fleet import LaneOpened
 from rollgrid_contracts.jobs import Priority
 from rollgrid_contracts.subjects import PoolLane
 from rollgrid_runtime.bus import Bus
@@ -62,6 +63,7 @@ class Lanes:
         self.doubtful_below = 0
         """Jobs up to this sequence may have been begun before this connection; 0 = not known yet."""
         self._doubt_epoch = -1
+        self._hint = asyncio.Event()
 
     @property
     def count(self) -> int:
@@ -86,10 +88,21 @@ class Lanes:
                         await self._discover()
                     except BusError as error:
                         log.warning("lanes_not_listed", error=error.message)
-                await asyncio.sleep(DISCOVER_EVERY_S)
+                await self._hint_or_pause()
         finally:
             for reader in self._readers.values():
                 reader.cancel()
+
+    async def on_opened(self, opened: LaneOpened, _reply: str) -> None:
+        """A lane was made a moment ago: look at once, its first job is on the way."""
+        if parse_durable(self._pool, opened.durable) is not None:
+            self._hint.set()
+
+    async def _hint_or_pause(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DISCOVER_EVERY_S):
+                await self._hint.wait()
+        self._hint.clear()
 
     async def stop(self) -> None:
         """Read no more; what was delivered and not taken goes back."""

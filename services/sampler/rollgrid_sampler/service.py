@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import msgspec
 from rollgrid_contracts import ids, subjects
-from rollgrid_contracts.fleet import CancelWork, DrainWorker, WorkerCommand, WorkerState
+from rollgrid_contracts.fleet import CancelWork, DrainWorker, LaneOpened, WorkerCommand, WorkerState
 from rollgrid_contracts.jobs import Job, OpenEpisode, SampleGroup, SamplingParams
 from rollgrid_contracts.subjects import EVERY_WORKER, PoolLane
 from rollgrid_contracts.topology import WORKER_LEASE_S, WORKERS
@@ -39,6 +39,7 @@ from .headroom import Headroom
 from .jobs import HeldJob, Outcome
 from .lanes import Lanes
 from .ledger import LedgerDesk
+from .parsing import ParserDesk
 from .settings import EngineKind, SamplerSettings
 from .slots import Slots
 from .suspects import Suspects
@@ -98,12 +99,14 @@ class SamplerService:
         self._weights = Weights(bus, blobs, self.engine, self.settings)
         self._ledger = LedgerDesk(bus, self.settings.ledger_timeout_s)
         self._commit = GroupCommit(bus)
+        scripted = self.settings.engine is EngineKind.SCRIPTED
         context = Context(
             bus,
             self._commit,
             Headroom(bus),
             self.engine,
             Suspects(bus),
+            ParserDesk(lambda: self.engine.tokenizer, self.settings.model, optional=scripted),
             self._weights.met,
             self.settings,
             self.worker,
@@ -137,6 +140,7 @@ class SamplerService:
         spare_collector()
         for target in (self.worker, EVERY_WORKER):
             await self.bus.subscribe(subjects.worker_control(target), ANY_COMMAND, self._on_command)
+        await self.bus.subscribe(subjects.LANES_CONTROL, LaneOpened, self._lanes.on_opened)
         loops = (
             self._commit.run(),
             self._weights.follow(),
@@ -258,6 +262,7 @@ class SamplerService:
         elif not self._weights.met(job.weights):
             await self._end(held, Outcome.REFUSE)
         elif self._lanes.doubtful(delivery):
+            held.doubtful = True
             task = asyncio.create_task(self._ask_ledger(held))
             self._triage.add(task)
             task.add_done_callback(self._triage.discard)
