@@ -1,0 +1,1 @@
+"""Other people's clients, unmodified, each in an environment of its own, against a whole stack on real vLLM."""
