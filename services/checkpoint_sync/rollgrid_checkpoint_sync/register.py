@@ -73,6 +73,8 @@ def read_model(setting: ModelSetting, device: str, region: str) -> LocalModel:
         dtype=setting.dtype,
         eos_token_ids=eos,
         aliases=setting.aliases,
+        tool_parser=setting.tool_parser,
+        reasoning_parser=setting.reasoning_parser,
     )
     tied = bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
     return LocalModel(setting.key, state, {tensor.name: tensor for tensor in tensors}, tied, folder)

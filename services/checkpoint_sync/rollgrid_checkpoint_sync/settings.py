@@ -21,6 +21,8 @@ class ModelSetting(BaseModel):
     dtype: str = Field(default="float32", pattern="^(float32|bfloat16|float16)$", description="dtype it is served in")
     max_model_len: int | None = Field(default=None, ge=8, description="None = the model's own context")
     aliases: tuple[str, ...] = ()
+    tool_parser: str | None = Field(default=None, description="vLLM's name of its tool parser; None = no tools")
+    reasoning_parser: str | None = Field(default=None, description="vLLM's name; None = reasoning is content")
 
     @field_validator("name")
     @classmethod

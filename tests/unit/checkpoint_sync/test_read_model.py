@@ -32,12 +32,13 @@ def read(folder: Path, **changes: Any) -> Any:
 
 
 def test_the_fields_of_the_state(folder: Path) -> None:
-    model = read(folder, aliases=("tiny",))
+    model = read(folder, aliases=("tiny",), tool_parser="hermes", reasoning_parser="qwen3")
     state = model.state
     assert model.key == "shared.m"
     assert state.pool == ids.pool_id("shared.m", "float32", "cpu", "local")
     assert (state.vocab_size, state.max_model_len, state.eos_token_ids) == (VOCAB_SIZE, 512, (EOS_ID,))
     assert (state.desired, state.newest, state.history, state.aliases) == (0, 0, (0,), ("tiny",))
+    assert (state.tool_parser, state.reasoning_parser) == ("hermes", "qwen3")
     assert state.tokenizer_prefix == f"tokenizers/{state.tokenizer_digest}/"
     assert model.tied
     assert "lm_head.weight" not in model.tensors
