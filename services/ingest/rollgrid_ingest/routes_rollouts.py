@@ -14,6 +14,7 @@ from starlette.responses import StreamingResponse
 
 from .auth import Scope
 from .door import Parts, caller_of, json_response, msgpack_response, parts, principal
+from .idempotency import with_body_key
 from .openapi import described
 from .results import ReadScope, ResultPage, not_found
 from .rollout_schema import (
@@ -47,7 +48,9 @@ async def submit(request: Request) -> Response:
     door, who = parts(request), principal(request, Scope.SUBMIT)
     door.refuse_while_draining()
     body = await request.body()
-    submission = await door.translator.rollout(decode_json(body, _ROLLOUT), caller_of(request, who, body))
+    asked, caller = decode_json(body, _ROLLOUT), caller_of(request, who, body)
+    caller = with_body_key(caller, asked.idempotency_key, request.url.path, body)
+    submission = await door.translator.rollout(asked, caller)
     accepted = await door.handler.submit(submission)
     answer = AcceptedAnswer(
         batch_id=accepted.batch_id,

@@ -25,6 +25,7 @@ from .door import Parts
 from .fleet import Fleet
 from .handler import Handler
 from .ledger_client import LedgerClient
+from .queue_door import QueueDoor
 from .replies import Replies
 from .results import Results
 from .settings import IngestSettings
@@ -50,6 +51,7 @@ class IngestService:
         self._bus: Bus | None = None
         self._probed_at = float("-inf")
         self._probe_problems: dict[str, str] = {}
+        self._door: QueueDoor | None = None
         self.parts: Parts | None = None
 
     async def start(self) -> None:
@@ -82,6 +84,10 @@ class IngestService:
             problems=self.problems,
             facts=self.facts,
         )
+        if settings.queue_door:
+            self._door = QueueDoor(
+                bus, self.parts.translator, handler, ledger, settings, lambda: tenants_of(keys, settings), self.problems
+            )
 
     async def run(self) -> None:
         parts = self._wired()
@@ -91,6 +97,8 @@ class IngestService:
         async with asyncio.TaskGroup() as group:
             group.create_task(parts.catalog.follow())
             group.create_task(self._reload_keys())
+            if self._door is not None:
+                group.create_task(self._door.run())
             async with server:
                 log.info("serving", host=self.settings.host, port=self.settings.port, keys=not parts.keys.open_door)
                 await asyncio.Event().wait()
@@ -100,6 +108,8 @@ class IngestService:
         parts = self._wired()
         parts.draining = True
         parts.results.stopping.set()
+        if self._door is not None:
+            await self._door.stop()
         if parts.waiting:
             await parts.idle.wait()
 
@@ -152,6 +162,11 @@ class IngestService:
         if self.parts is None:
             raise RuntimeError("ingest was not started")
         return self.parts
+
+
+def tenants_of(keys: Keys, settings: IngestSettings) -> frozenset[str]:
+    """Who may submit by the queue."""
+    return keys.submitters | frozenset(settings.queue_tenants)
 
 
 def known_scorers(settings: IngestSettings) -> frozenset[str]:
