@@ -10,17 +10,23 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
 from tests.support.servers import scratch
-from tests.support.stack import POLICY, Stack, stack, vllm
+from tests.support.stack import Stack, stack, vllm
 from tests.support.vllm_server import READY_S, VllmServer
 from tests.support.waiting import wait_until
 
-from .model import BASE, MODEL, PATH_ID, VERSION_ID, suite_model
+from .model import (
+    BASE,
+    MODEL,
+    PATH_ID,
+    REASONING_PARSER,
+    TOOL_PARSER,
+    VERSION_ID,
+    policy_environment,
+    suite_model,
+)
 
 ROLLGRID, PLAIN = "rollgrid", "vllm-serve"
 NAMES = (MODEL, PATH_ID, VERSION_ID)
-TOOL_PARSER, REASONING_PARSER = "hermes", "deepseek_v3"
-"""The reasoning parser thinks only when the template's `thinking` is set, so plain chats have content."""
-
 SAMPLES_AT_ONCE = 64
 
 
@@ -66,12 +72,8 @@ def endpoint(name: str) -> Iterator[Endpoint]:
 
 def rollgrid_plan() -> Any:
     """Two real engines, one core each, so that one may die while its work goes on."""
-    folder = str(suite_model())
-    model = {"name": POLICY, "path": folder, "dtype": "float32", "aliases": [PATH_ID, VERSION_ID]}
-    model |= {"tool_parser": TOOL_PARSER, "reasoning_parser": REASONING_PARSER}
     env = {
-        "ROLLGRID_CHECKPOINT_SYNC_MODELS": json.dumps([model]),
-        "ROLLGRID_SAMPLER_MODEL": folder,
+        **policy_environment([PATH_ID, VERSION_ID]),
         "ROLLGRID_INGEST_MAX_INFLIGHT_SAMPLES": str(SAMPLES_AT_ONCE),
         "ROLLGRID_INGEST_KEEP_ALIVE_S": "1",
     }

@@ -10,6 +10,7 @@ import hashlib
 import json
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.support.tiny_models import VOCAB_SIZE, TinyModel, cache_folder, tiny_model
@@ -24,6 +25,9 @@ MODEL = "tiny"
 PATH_ID = "acme/models/tiny"
 VERSION_ID = "trl-policy-v3"
 """Names under which clients know models: paths and `name-vN`."""
+
+TOOL_PARSER, REASONING_PARSER = "hermes", "deepseek_v3"
+"""The reasoning parser thinks only when the template's `thinking` is set, so plain chats have content."""
 
 TEMPLATE = (
     "{% if tools %}{{'<|im_start|>system\\nTools:'}}{% for tool in tools %}{{'\\n' + (tool | tojson)}}{% endfor %}"
@@ -56,6 +60,14 @@ def suite_model() -> Path:
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return target
+
+
+def policy_environment(aliases: Sequence[str] = ()) -> dict[str, str]:
+    """What makes a stack's policy this model, with its parsers."""
+    folder = str(suite_model())
+    model = {"name": MODEL, "path": folder, "dtype": BASE.dtype, "aliases": list(aliases)}
+    model |= {"tool_parser": TOOL_PARSER, "reasoning_parser": REASONING_PARSER}
+    return {"ROLLGRID_CHECKPOINT_SYNC_MODELS": json.dumps([model]), "ROLLGRID_SAMPLER_MODEL": folder}
 
 
 def _add_tokens(path: Path) -> None:

@@ -32,7 +32,9 @@ async def test_A49_cancelling_a_waiting_call_ends_its_work(endpoint: Endpoint, a
     await asyncio.to_thread(endpoint.wait_idle)
     before = endpoint.engine.generated()
     call = asyncio.ensure_future(
-        aclient.completions.create(model=MODEL, prompt=PROMPT, max_tokens=LONG, n=SAMPLES, extra_body={"ignore_eos": True})
+        aclient.completions.create(
+            model=MODEL, prompt=PROMPT, max_tokens=LONG, n=SAMPLES, extra_body={"ignore_eos": True}
+        )
     )
     while endpoint.engine.running() == 0 and not call.done():  # noqa: ASYNC110 - the engine has no event
         await asyncio.sleep(0.05)

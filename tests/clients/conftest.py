@@ -1,0 +1,73 @@
+"""One whole stack on real vLLM for both clients, and their environments, made while it starts."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx2
+import pytest
+
+from tests.openai_suite.model import BASE, policy_environment, suite_model
+from tests.support.stack import Stack, stack, vllm
+
+from .environments import environment, make_all
+
+CLIENT_S = 240.0
+MODEL_ID = "acme/models/tiny"
+"""Clients ask for it under a path, as most real names look."""
+
+
+class Door(NamedTuple):
+    """The stack and the folder of its model's tokenizer."""
+
+    stack: Stack
+    model: Path
+
+    @property
+    def url(self) -> str:
+        return self.stack.url
+
+    def samples(self, run: str = "interactive") -> list[dict[str, Any]]:
+        """Every sample of a run's closed groups, with its group's prompt: what rollgrid's records hold."""
+        found: list[dict[str, Any]] = []
+        with httpx2.Client(base_url=self.url, timeout=60) as http:
+            cursor = 0
+            while True:
+                page = http.get(f"/v1/runs/{run}/trajectories", params={"cursor": cursor, "wait_s": 1}).json()
+                if not page["groups"]:
+                    return found
+                for group in (item["group"] for item in page["groups"]):
+                    prompt = group["prompt_token_ids"]
+                    found += [{**entry["sample"], "prompt": prompt} for entry in group["entries"]]
+                cursor = page["cursor"]
+
+
+@pytest.fixture(scope="package")
+def door() -> Iterator[Door]:
+    builder = threading.Thread(target=make_all)  # a failure comes up again where the environment is used
+    builder.start()
+    env = policy_environment([MODEL_ID])
+    with stack(vllm(slots=64, model=BASE, env=env)) as pipe:
+        builder.join()
+        yield Door(pipe, suite_model())
+
+
+@pytest.fixture
+def run_client(tmp_path: Path) -> Callable[..., str]:
+    """Run a command of a client's environment in an empty folder; its output, or the failure with its end."""
+
+    def run(client: str, command: list[str], env: Mapping[str, str]) -> str:
+        folder = environment(client)
+        clean = {"PATH": f"{folder / 'bin'}:/usr/local/bin:/usr/bin:/bin", "HOME": str(Path.home()), **env}
+        done = subprocess.run(
+            [str(folder / "bin" / command[0]), *command[1:]],
+            env=clean, cwd=tmp_path, capture_output=True, text=True, timeout=CLIENT_S, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, f"{command}: {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+        return done.stdout
+
+    return run
