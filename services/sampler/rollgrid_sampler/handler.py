@@ -11,22 +11,27 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+import msgspec
 from rollgrid_contracts import ids
 from rollgrid_contracts.arrays import Floats, TokenIds
 from rollgrid_contracts.failures import Boundary, ErrorCode, ErrorInfo
-from rollgrid_contracts.jobs import SampleGroup, VersionRule, VersionSpan, WeightConstraint
-from rollgrid_contracts.samples import FinishReason, Sample, SampleStatus, Timings
+from rollgrid_contracts.jobs import Reply, SampleGroup, VersionSpan, WeightConstraint
+from rollgrid_contracts.samples import FinishReason, Parsed, Sample, SampleStatus, Timings
 from rollgrid_runtime.bus import Bus
 from rollgrid_runtime.errors import BusError, RollgridError
 from rollgrid_runtime.group_commit import GroupCommit
 from rollgrid_runtime.logging import bound, get_logger
 
 from . import metrics, traces
-from .engines.base import Engine, EngineDead, Generated, GenerationRequest, RequestFailed
+from .admission import check, judge
+from .engines.base import Engine, EngineDead, Generated, GenerationRequest, RequestFailed, Sent
 from .headroom import Headroom
 from .jobs import HeldJob, Outcome
+from .parsing import ParserDesk, Reading
 from .publishing import Origin, Publisher, recorded, reply
+from .resume import allowed, sent_before
 from .settings import SamplerSettings
+from .streaming import Pace, SampleStream
 from .suspects import Suspects
 
 log = get_logger(__name__)
@@ -44,10 +49,20 @@ class Context(NamedTuple):
     headroom: Headroom
     engine: Engine
     suspects: Suspects
+    parsers: ParserDesk
     met: Callable[[WeightConstraint], bool]
     settings: SamplerSettings
     worker: str
     incarnation: str
+
+
+class Work(NamedTuple):
+    """One job as its samples need it; `sent` maps indexes to what they continue behind."""
+
+    held: HeldJob
+    prompt: list[int]
+    reading: Reading | None
+    sent: dict[int, Sent]
 
 
 class Handler:
@@ -110,17 +125,20 @@ class Handler:
 
     async def _samples(self, held: HeldJob, publisher: Publisher) -> Outcome:
         """All missing samples at once.  Raises EngineDead."""
+        job = held.job
         try:
-            check(held.job, self._context.engine)
+            check(job, self._context.engine)
+            reading = await self._context.parsers.open(job)
         except RequestFailed as refused:
             for index in held.missing:
                 publisher.add(self._failed(held, index, refused.info(), None, time.time()))
             return Outcome.ACK
-        prompt = held.job.prompt_token_ids.tolist()
+        sent = await sent_before(self._context.bus, job, taken_over=held.taken_over)
+        work = Work(held, job.prompt_token_ids.tolist(), reading, sent)
         try:
             async with asyncio.TaskGroup() as group:
                 for index in held.missing:
-                    group.create_task(self._sample(held, index, prompt, publisher))
+                    group.create_task(self._sample(work, index, publisher))
         except BaseExceptionGroup as failed:
             dead, _ = failed.split(EngineDead)
             if dead is not None:
@@ -131,52 +149,76 @@ class Handler:
             raise
         return Outcome.ACK
 
-    async def _sample(self, held: HeldJob, index: int, prompt: list[int], publisher: Publisher) -> None:
-        await held.seats.acquire()
+    async def _sample(self, work: Work, index: int, publisher: Publisher) -> None:
+        await work.held.seats.acquire()
         try:
-            sample = await self._generate(held, index, prompt)
+            sample = await self._generate(work, index)
         finally:
-            self._free_seat(held)
+            self._free_seat(work.held)
         self.samples_total += 1
         self.tokens_total += len(sample.token_ids)
-        metrics.ended(sample, len(prompt))
-        traces.sampled(held, sample)
+        metrics.ended(sample, len(work.prompt))
+        traces.sampled(work.held, sample)
         publisher.add(sample)
 
-    async def _generate(self, held: HeldJob, index: int, prompt: list[int]) -> Sample:
-        job, engine = held.job, self._context.engine
-        seed = job.sampling.seed
-        own_seed = None if seed is None else ids.sample_seed(seed, index)
-        started = time.time()
-        name = ids.sample_id(job.group_id, index)
+    async def _generate(self, work: Work, index: int) -> Sample:
+        held, request, started = work.held, self._request(work, index), time.time()
         try:
-            result = await engine.generate(
-                GenerationRequest(
-                    request_id=f"{name}.a{held.attempt}",
-                    sample=name,
-                    index=index,
-                    prompt_token_ids=prompt,
-                    sampling=job.sampling,
-                    seed=own_seed,
-                    cache_salt=f"{job.tenant}/{engine.loaded.version}/{job.cache_salt or ''}",
-                )
-            )
-            judge(result)
-        except EngineDead:
+            result, parsed = await self._result(work, request)
+        except (EngineDead, ConstraintLost):
             raise
         except RollgridError as error:
-            return self._failed(held, index, error.info(), own_seed, started)
+            return self._failed(held, index, error.info(), request.seed, started)
         except Exception as error:
-            log.exception("sample_failed_unexpectedly", group=job.group_id, index=index)
+            log.exception("sample_failed_unexpectedly", group=held.job.group_id, index=index)
             unexpected = ErrorInfo(code=ErrorCode.INTERNAL, message=repr(error), boundary=Boundary.ENGINE)
-            return self._failed(held, index, unexpected, own_seed, started)
-        if not allowed(job.weights, result.version_spans):
+            return self._failed(held, index, unexpected, request.seed, started)
+        return self._succeeded(held, index, result, parsed, request.seed, started)
+
+    async def _result(self, work: Work, request: GenerationRequest) -> tuple[Generated, Parsed | None]:
+        """The sample and its parse, streamed if that is asked for."""
+        job, context, settings = work.held.job, self._context, self._context.settings
+        if job.reply is not Reply.STREAM:
+            return await self._whole(work, request, None)
+        reader = work.reading.reader() if work.reading is not None else None
+        pace = Pace(settings.stream_interval_s, settings.stream_tokens)
+        attempt = work.held.attempt
+        async with SampleStream(context.bus, job, request.index, attempt, request.sent, reader, pace) as stream:
+            result, parsed = await self._whole(work, request, stream)
+            return result, await stream.finish(result, parsed)
+
+    async def _whole(
+        self, work: Work, request: GenerationRequest, stream: SampleStream | None
+    ) -> tuple[Generated, Parsed | None]:
+        """Raises RollgridError, ConstraintLost."""
+        result = await self._context.engine.generate(request, stream.take if stream is not None else None)
+        judge(result, request.sampling)
+        if not allowed(work.held.job.weights, result.version_spans):
             raise ConstraintLost
-        return self._succeeded(held, index, result, own_seed, started)
+        return result, await work.reading.parsed(request.index, result) if work.reading is not None else None
+
+    def _request(self, work: Work, index: int) -> GenerationRequest:
+        job, name = work.held.job, ids.sample_id(work.held.job.group_id, index)
+        sampling, group_seed = job.sampling, job.sampling.seed
+        if sampling.prompt_logprobs is not None and index != job.indexes[0]:  # all share the prompt: once is enough
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
+        return GenerationRequest(
+            request_id=f"{name}.a{work.held.attempt}",
+            sample=name,
+            index=index,
+            prompt_token_ids=work.prompt,
+            sampling=sampling,
+            seed=None if group_seed is None else ids.sample_seed(group_seed, index),
+            group_seed=group_seed,
+            cache_salt=f"{job.tenant}/{self._context.engine.loaded.version}/{job.cache_salt or ''}",
+            sent=work.sent.get(index, Sent()),
+        )
 
     # -- samples ------------------------------------------------------------------------------
 
-    def _succeeded(self, held: HeldJob, index: int, result: Generated, seed: int | None, started: float) -> Sample:
+    def _succeeded(
+        self, held: HeldJob, index: int, result: Generated, parsed: Parsed | None, seed: int | None, started: float
+    ) -> Sample:
         loaded = self._context.engine.loaded
         tokens = len(result.token_ids)
         spans = result.version_spans or (VersionSpan(version=loaded.version, start=0, end=tokens),)
@@ -189,11 +231,13 @@ class Handler:
             logprobs=Floats(result.logprobs.tobytes()),
             top_logprobs=result.top_logprobs,
             text=result.text,
+            parsed=parsed,
             finish_reason=result.finish_reason,
             stop_reason=result.stop_reason,
             version_spans=spans,
             weight_fingerprint=loaded.fingerprint if spans[-1].version == loaded.version else None,
             seed=seed,
+            resumed_from=result.resumed_from,
             worker=self._context.worker,
             cached_tokens=result.cached_tokens,
             timings=Timings(
@@ -202,6 +246,7 @@ class Handler:
                 first_token_at=result.first_token_at,
                 finished_at=time.time(),
             ),
+            prompt_logprobs=result.prompt_logprobs,
         )
 
     def _failed(self, held: HeldJob, index: int, error: ErrorInfo, seed: int | None, started: float) -> Sample:
@@ -279,49 +324,6 @@ class Handler:
                 await publisher.finish()
         except TimeoutError:
             log.warning("finished_samples_given_up")
-
-
-def check(job: SampleGroup, engine: Engine) -> None:
-    """Refuse what no engine should see.  Raises RequestFailed naming field and limit."""
-    facts, prompt = engine.facts, job.prompt_token_ids
-    if len(prompt) == 0:
-        raise RequestFailed("the prompt is empty", ErrorCode.EMPTY_PROMPT, field="prompt_token_ids", limit="1")
-    if len(prompt) >= facts.max_model_len:
-        raise RequestFailed(
-            f"a prompt of {len(prompt)} tokens leaves no room in a context of {facts.max_model_len}",
-            ErrorCode.CONTEXT_LENGTH_EXCEEDED,
-            field="prompt_token_ids",
-            limit=str(facts.max_model_len - 1),
-        )
-    largest = max(prompt)
-    if largest >= facts.vocab_size:
-        raise RequestFailed(
-            f"token {largest} is beyond a vocabulary of {facts.vocab_size}",
-            ErrorCode.TOKEN_OUT_OF_RANGE,
-            field="prompt_token_ids",
-            limit=str(facts.vocab_size - 1),
-        )
-
-
-def judge(result: Generated) -> None:
-    """An answer that is none is a failure.  Raises RequestFailed."""
-    if result.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
-        raise RequestFailed(f"the engine ended the request with {result.finish_reason.value}")
-    if not result.token_ids:
-        raise RequestFailed("the engine returned no token", ErrorCode.EMPTY_COMPLETION)
-    if len(result.logprobs) != len(result.token_ids):
-        raise RequestFailed(f"{len(result.logprobs)} logprobs for {len(result.token_ids)} tokens")
-
-
-def allowed(constraint: WeightConstraint, spans: tuple[VersionSpan, ...]) -> bool:
-    """Whether every token's version keeps a constraint that names versions."""
-    match constraint.rule:
-        case VersionRule.EXACT:
-            return all(span.version == constraint.value for span in spans)
-        case VersionRule.MIN:
-            return all(span.version >= constraint.value for span in spans)
-        case _:
-            return True
 
 
 def turn(job: SampleGroup) -> int:

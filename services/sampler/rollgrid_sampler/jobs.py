@@ -23,15 +23,31 @@ class Outcome(StrEnum):
 
 
 class HeldJob:
-    """`done` maps indexes already in the record to their event; `suspect` = somebody may have died of it."""
+    """`done` maps indexes already in the record to their event; `suspect` = somebody may have died of it.
 
-    __slots__ = ("cancelled", "delivery", "dequeued_at", "done", "job", "lane", "seats", "span", "suspect", "task")
+    `doubtful` = somebody may have begun it although its delivery does not say so.
+    """
+
+    __slots__ = (
+        "cancelled",
+        "delivery",
+        "dequeued_at",
+        "done",
+        "doubtful",
+        "job",
+        "lane",
+        "seats",
+        "span",
+        "suspect",
+        "task",
+    )
 
     def __init__(self, delivery: Delivery, job: SampleGroup, lane: PoolLane, *, suspect: bool) -> None:
         self.delivery = delivery
         self.job = job
         self.lane = lane
         self.suspect = suspect
+        self.doubtful = False
         self.dequeued_at = time.time()
         self.done: dict[int, int] = {}
         self.cancelled = False
@@ -62,6 +78,11 @@ class HeldJob:
             "group": job.group_id,
             "trace_id": trace_id(self.span.traceparent),
         }
+
+    @property
+    def taken_over(self) -> bool:
+        """Whether another worker may have begun it."""
+        return self.suspect or self.doubtful or self.delivery.delivered > 1
 
     def seconds_left(self) -> float:
         return self.job.deadline - time.time()

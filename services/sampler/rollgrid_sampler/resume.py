@@ -8,9 +8,17 @@ from __future__ import annotations
 
 from array import array
 
+import msgspec
 from rollgrid_contracts import subjects
-from rollgrid_contracts.jobs import Reply, Resume, SampleGroup, SamplingParams, VersionRule, VersionSpan
-from rollgrid_contracts.jobs import WeightConstraint
+from rollgrid_contracts.jobs import (
+    Reply,
+    Resume,
+    SampleGroup,
+    SamplingParams,
+    VersionRule,
+    VersionSpan,
+    WeightConstraint,
+)
 from rollgrid_contracts.samples import StreamQuery, StreamState
 from rollgrid_runtime.bus import Bus
 from rollgrid_runtime.errors import BusError
@@ -80,7 +88,7 @@ async def sent_before(bus: Bus, job: SampleGroup, *, taken_over: bool) -> dict[i
             found |= {resume.index: resume for resume in state.sent}
         except BusError as error:
             log.info("stream_starts_again", group=job.group_id, error=error.message)
-        except Exception as error:  # noqa: BLE001 - a foreign answer must not fail the job
+        except msgspec.DecodeError as error:
             log.warning("stream_state_undecodable", group=job.group_id, error=repr(error))
     usables = {index: usable(job, resume) for index, resume in found.items()}
     return {index: sent for index, sent in usables.items() if sent is not None}

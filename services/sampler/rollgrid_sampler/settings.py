@@ -58,6 +58,8 @@ class SamplerSettings(ServiceSettings):
     refuse_delay_s: float = Field(default=2.0, gt=0, description="delay of a refusal's nak, seconds")
     coalesce_s: float = Field(default=0.025, ge=0, description="finished samples of a group wait so long for others")
     coalesce_samples: int = Field(default=8, ge=1)
+    stream_interval_s: float = Field(default=0.03, ge=0, description="a streamed sample's frames are so far apart")
+    stream_tokens: int = Field(default=64, ge=1, description="tokens that make a frame go out at once")
     ledger_timeout_s: float = Field(default=1.0, gt=0)
     engine_timeout_s: float = Field(default=60.0, gt=0, description="an engine silent for so long is dead")
 

@@ -97,8 +97,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens [offset, offset + len) of a sample under way, and the text they release.
 
-    Spans count from the sample's start.  An offset below what was given before says that the
-    sample has started again there.
+    Spans count from the sample's start.  Offset 0 after others says that the sample has started
+    again; such a portion may be empty.
     """
 
     offset: int

@@ -21,7 +21,17 @@ from rollgrid_contracts.samples import FinishReason, TopLogprobs
 
 from rollgrid_sampler.settings import SamplerSettings
 
-from .base import EngineDead, EngineFacts, Generated, GenerationRequest, Loaded, RequestFailed, SwapMode, WeightsRefused
+from .base import (
+    EngineDead,
+    EngineFacts,
+    Generated,
+    GenerationRequest,
+    Loaded,
+    OnDelta,
+    RequestFailed,
+    SwapMode,
+    WeightsRefused,
+)
 
 TOKEN_PREFIX = "token_id:"
 """How servers spell ids in logprob keys when asked to."""
@@ -74,7 +84,11 @@ class OpenAIEngine:
     async def load_version(self, version: int, folder: Path, mode: SwapMode) -> Loaded:
         raise WeightsRefused("an attached server manages its own weights", intact=True)
 
-    async def generate(self, request: GenerationRequest) -> Generated:
+    @property
+    def tokenizer(self) -> None:
+        return None
+
+    async def generate(self, request: GenerationRequest, on_delta: OnDelta | None = None) -> Generated:
         began = time.time()
         try:
             answer = await self._http.post("/v1/completions", json=self._body(request))

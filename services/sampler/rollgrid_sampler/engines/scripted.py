@@ -23,18 +23,36 @@ import numpy.typing as npt
 from rollgrid_contracts.arrays import Floats, TokenIds
 from rollgrid_contracts.failures import ErrorCode
 from rollgrid_contracts.jobs import SamplingParams, VersionSpan
-from rollgrid_contracts.samples import FinishReason, TopLogprobs
+from rollgrid_contracts.samples import FinishReason, PromptLogprobs, TopLogprobs
 from rollgrid_runtime.logging import get_logger
 
+from rollgrid_sampler import alternatives
+from rollgrid_sampler.resume import continuable
 from rollgrid_sampler.settings import Fault, SamplerSettings
+from rollgrid_sampler.transcript import Transcript
 
-from .base import EngineDead, EngineFacts, Generated, GenerationRequest, Loaded, RequestFailed, SwapMode, WeightsRefused
+from .base import (
+    Delta,
+    EngineDead,
+    EngineFacts,
+    Generated,
+    GenerationRequest,
+    Loaded,
+    OnDelta,
+    RequestFailed,
+    Sent,
+    SwapMode,
+    WeightsRefused,
+)
+from .progress import clipped
 
 log = get_logger(__name__)
 Tokens = npt.NDArray[np.uint32]
 Logprobs = npt.NDArray[np.float32]
 
 DEFAULT_CONTEXT = 32_768
+STREAM_STEP_S = 0.01
+"""A streamed sample's tokens are told so often, as far as its token rate has brought them."""
 _ALPHABET = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz 0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ.", dtype=np.uint8)
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _COUNTER = np.arange(1, 4097, dtype=np.uint64) * _GOLDEN
@@ -95,7 +113,7 @@ def cut(tokens: Tokens, text: str, sampling: SamplingParams, eos_id: int, limit:
         why = None if int(tokens[at]) == eos_id and eos_id not in sampling.stop_token_ids else int(tokens[at])
         best = Cut(at + 1, at + 1, FinishReason.STOP, why)
     for stop in sampling.stop:
-        found = text.find(stop, max(0, sampling.min_tokens - len(stop)))
+        found = text.find(stop, max(0, sampling.min_tokens - len(stop) + 1))
         if found >= 0 and found + len(stop) < best.end:
             text_end = found + len(stop) if sampling.include_stop_str_in_output else found
             best = Cut(found + len(stop), text_end, FinishReason.STOP, stop)
@@ -107,6 +125,134 @@ def _first(tokens: Tokens, wanted: int, start: int) -> int:
     hits = tokens[start:] == wanted
     at = int(hits.argmax()) if hits.size else 0
     return start + at if hits.size and hits[at] else len(tokens)
+
+
+def neighbours(ids: Tokens, values: Logprobs, asked: int, vocab: int) -> TopLogprobs | None:
+    """The sampled token first, then its neighbours in the vocabulary, each one nat less likely."""
+    if asked == 0:
+        return None
+    rank = np.arange(asked, dtype=np.uint32)
+    tokens = (ids[:, None] + rank) % np.uint32(vocab)
+    logprobs = values[:, None] - rank.astype(np.float32)
+    offsets = np.arange(len(ids) + 1, dtype=np.uint32) * np.uint32(asked)
+    return TopLogprobs(
+        offsets=TokenIds(offsets.astype("<u4").tobytes()),
+        token_ids=TokenIds(tokens.astype("<u4").tobytes()),
+        logprobs=Floats(logprobs.astype("<f4").tobytes()),
+    )
+
+
+class Play:
+    """One sample under way: all its tokens are known, time brings them out.
+
+    After `script` it has the tokens as the weights of now continue what had come out before.
+    """
+
+    def __init__(
+        self, settings: SamplerSettings, request: GenerationRequest, limit: int, on_delta: OnDelta | None
+    ) -> None:
+        self._settings, self._request, self._limit, self._on_delta = settings, request, limit, on_delta
+        self._began = time.time()
+        self._start(request.sent)
+
+    def _start(self, sent: Sent) -> None:
+        self._clock = time.time()
+        self._tokens, self._logprobs = np.array(sent.token_ids, np.uint32), np.array(sent.logprobs, np.float32)
+        self._seams = [(span.version, span.start) for span in sent.version_spans]
+        self._sent = self._told = len(sent.token_ids)
+        self._text = Transcript(lambda ids: spell(np.array(ids, np.uint32)), self._request.sampling)
+        self._text.push(sent.token_ids)
+        self._text_sent = self._text.length
+
+    @property
+    def streamed(self) -> bool:
+        return self._on_delta is not None
+
+    def script(self, digest: bytes, version: int) -> None:
+        request, settings, kept = self._request, self._settings, len(self._tokens)
+        key = sample_key(digest, request.sample, request.index, request.seed)
+        vocab, eos_id = settings.scripted_vocab, settings.scripted_eos_id
+        tokens, logprobs = script(key, kept, max(kept, self._limit), vocab, eos_id, settings.scripted_eos_rate)
+        self._tokens = np.concatenate([self._tokens, tokens]) if kept else tokens
+        self._logprobs = np.concatenate([self._logprobs, logprobs]) if kept else logprobs
+        if not self._seams or self._seams[-1][0] != version:
+            self._seams.append((version, kept))
+        self._spelled = spell(self._tokens)
+        self._cut = cut(self._tokens, self._spelled, request.sampling, eos_id, self._limit)
+
+    @property
+    def ends_at(self) -> float:
+        rate, own = self._settings.scripted_token_rate, self._cut.end - self._sent
+        return self._clock + self._settings.scripted_latency_s + (own / rate if rate else 0.0)
+
+    @property
+    def _due(self) -> int:
+        """Tokens that have come out; the last one only comes out at the end."""
+        rate = self._settings.scripted_token_rate
+        elapsed = time.time() - self._clock - self._settings.scripted_latency_s
+        own = max(0, int(elapsed * rate)) if rate else 0
+        return max(self._told, min(self._cut.end - 1, self._sent + own))
+
+    def tell(self) -> None:
+        """Hand on what has come out."""
+        first, end = self._told, self._due
+        if self._on_delta is None or end <= first:
+            return
+        self._told = end
+        ids, values = self._tokens[first:end], self._logprobs[first:end]
+        delta = Delta(
+            offset=first,
+            token_ids=ids.tolist(),
+            logprobs=array("f", values.tobytes()),
+            top_logprobs=self._alternatives(first, end),
+            text=self._text.push(ids.tolist()),
+            version_spans=clipped(self._spans(end), first, end),
+        )
+        self._on_delta(delta)
+
+    def interrupt(self, *, restart: bool) -> None:
+        """Other weights are loaded: what has come out stays, unless it is to start again."""
+        sent_on = self.streamed and self._told > 0 and continuable(self._request.sampling)
+        if restart and not sent_on:
+            self._start(Sent())
+            if self._on_delta is not None:
+                self._on_delta(Delta(offset=0, token_ids=[], logprobs=array("f")))
+            return
+        kept = self._told if self.streamed else self._due
+        self._tokens, self._logprobs = self._tokens[:kept], self._logprobs[:kept]
+        self._seams = [seam for seam in self._seams if seam[1] < kept]
+
+    def finish(self) -> Generated:
+        ended = self._cut
+        ids, values = self._tokens[: ended.end], self._logprobs[: ended.end]
+        return Generated(
+            token_ids=ids.tolist(),
+            logprobs=array("f", values.tobytes()),
+            top_logprobs=self._alternatives(0, ended.end),
+            text=self._spelled[: ended.text_end],
+            finish_reason=ended.reason,
+            stop_reason=ended.stop_reason,
+            version_spans=self._spans(ended.end),
+            first_token_at=self._began + self._settings.scripted_latency_s,
+            resumed_from=self._sent,
+            text_sent=self._text_sent,
+        )
+
+    def _spans(self, end: int) -> tuple[VersionSpan, ...]:
+        starts = [first for _, first in self._seams]
+        whole = zip(self._seams, [*starts[1:], end], strict=True)
+        return clipped(tuple(VersionSpan(version=v, start=a, end=b) for (v, a), b in whole), 0, end)
+
+    def _alternatives(self, start: int, end: int) -> TopLogprobs | None:
+        """Those of tokens sent before are not known."""
+        asked, first = self._request.sampling.logprobs, max(start, self._sent)
+        ids, values = self._tokens[first:end], self._logprobs[first:end]
+        known = neighbours(ids, values, asked, self._settings.scripted_vocab)
+        return (
+            known
+            if known is None or first == start
+            else alternatives.joined([alternatives.empty(first - start), known])
+        )
 
 
 class ScriptedEngine:
@@ -140,6 +286,10 @@ class ScriptedEngine:
         self._idle.set()
         self._open.set()
 
+    @property
+    def tokenizer(self) -> None:
+        return None
+
     async def health(self) -> None:
         if self._dead:
             raise EngineDead("the scripted engine was told to die")
@@ -147,7 +297,7 @@ class ScriptedEngine:
     async def close(self) -> None:
         self._dead = True
 
-    async def generate(self, request: GenerationRequest) -> Generated:
+    async def generate(self, request: GenerationRequest, on_delta: OnDelta | None = None) -> Generated:
         await self.health()
         fault = self._fault(request.prompt_token_ids)
         await self._open.wait()
@@ -156,7 +306,9 @@ class ScriptedEngine:
         try:
             if fault is not None:
                 await self._drill(fault)
-            return await self._play(request, empty=fault is Fault.EMPTY)
+            result = await self._play(request, on_delta, empty=fault is Fault.EMPTY)
+            result.prompt_logprobs = self._prompt_logprobs(request)
+            return result
         finally:
             self._running -= 1
             if not self._running:
@@ -186,102 +338,47 @@ class ScriptedEngine:
 
     # -- one sample ---------------------------------------------------------------------------
 
-    async def _play(self, request: GenerationRequest, empty: bool) -> Generated:
-        sampling = request.sampling
+    async def _play(self, request: GenerationRequest, on_delta: OnDelta | None, empty: bool) -> Generated:
+        settings, sampling = self._settings, request.sampling
         limit = 0 if empty else min(sampling.max_tokens, self._facts.max_model_len - len(request.prompt_token_ids))
-        if limit < (0 if empty else 1):
+        if limit < 0:
             raise RequestFailed("the prompt fills the context", ErrorCode.CONTEXT_LENGTH_EXCEEDED, field="prompt")
-        kept_tokens, kept_logprobs = np.empty(0, np.uint32), np.empty(0, np.float32)
-        seams: list[tuple[int, int]] = []  # (version, first token)
-        began = time.time()
+        play = Play(settings, request, limit, on_delta)
         while True:
-            version, swapped = self._loaded.version, self._swapped
-            tokens, logprobs = self._continue(request, kept_tokens, kept_logprobs, limit)
-            if not seams or seams[-1][0] != version:
-                seams.append((version, len(kept_tokens)))
-            text = spell(tokens)
-            ended = cut(tokens, text, sampling, self._settings.scripted_eos_id, limit)
-            if not await self._elapse(began, ended.end, swapped):
-                break
-            done = 0 if self._restart else self._emitted(began, ended.end)
-            kept_tokens, kept_logprobs = tokens[:done], logprobs[:done]
-            if done == 0:
-                seams.clear()
-            if self._restart:
-                began = time.time()
-        return self._finish(request, tokens, logprobs, text, ended, seams, began)
+            swapped = self._swapped
+            play.script(self._digest, self._loaded.version)
+            if not await self._elapse(play, swapped):
+                return play.finish()
+            play.interrupt(restart=self._restart)
 
-    def _continue(
-        self, request: GenerationRequest, tokens: Tokens, logprobs: Logprobs, limit: int
-    ) -> tuple[Tokens, Logprobs]:
-        settings = self._settings
-        key = sample_key(self._digest, request.sample, request.index, request.seed)
-        more = script(
-            key, len(tokens), limit, settings.scripted_vocab, settings.scripted_eos_id, settings.scripted_eos_rate
-        )
-        if len(tokens) == 0:
-            return more
-        return np.concatenate([tokens, more[0]]), np.concatenate([logprobs, more[1]])
-
-    async def _elapse(self, began: float, tokens: int, swapped: asyncio.Event) -> bool:
-        """Take the time that `tokens` tokens take; True when new weights came meanwhile."""
-        rate, latency = self._settings.scripted_token_rate, self._settings.scripted_latency_s
-        wait = began + latency + (tokens / rate if rate else 0.0) - time.time()
-        if wait <= 0:
+    async def _elapse(self, play: Play, swapped: asyncio.Event) -> bool:
+        """Take the time that the tokens take; True when new weights came meanwhile."""
+        if play.ends_at <= time.time():
             await asyncio.sleep(0)
             return False
-        try:
-            async with asyncio.timeout(wait):
-                await swapped.wait()
-        except TimeoutError:
-            return False
-        return True
+        while (wait := play.ends_at - time.time()) > 0:
+            try:
+                async with asyncio.timeout(min(wait, STREAM_STEP_S) if play.streamed else wait):
+                    await swapped.wait()
+            except TimeoutError:
+                play.tell()
+                continue
+            play.tell()
+            return True
+        return False
 
-    def _emitted(self, began: float, end: int) -> int:
-        rate = self._settings.scripted_token_rate
-        elapsed = time.time() - began - self._settings.scripted_latency_s
-        return max(0, min(end - 1, int(elapsed * rate))) if rate else 0
-
-    def _finish(
-        self,
-        request: GenerationRequest,
-        tokens: Tokens,
-        logprobs: Logprobs,
-        text: str,
-        ended: Cut,
-        seams: list[tuple[int, int]],
-        began: float,
-    ) -> Generated:
-        ids, values = tokens[: ended.end], logprobs[: ended.end]
-        ends = [first for _, first in seams[1:]] + [ended.end]
-        spans = tuple(
-            VersionSpan(version=version, start=first, end=end)
-            for (version, first), end in zip(seams, ends, strict=True)
-            if end > first
-        )
-        return Generated(
-            token_ids=ids.tolist(),
-            logprobs=array("f", values.tobytes()),
-            top_logprobs=self._alternatives(ids, values, request.sampling.logprobs),
-            text=text[: ended.text_end],
-            finish_reason=ended.reason,
-            stop_reason=ended.stop_reason,
-            version_spans=spans,
-            first_token_at=began + self._settings.scripted_latency_s,
-        )
-
-    def _alternatives(self, ids: Tokens, values: Logprobs, asked: int) -> TopLogprobs | None:
-        """The sampled token first, then its neighbours in the vocabulary, each one nat less likely."""
-        if asked == 0:
+    def _prompt_logprobs(self, request: GenerationRequest) -> PromptLogprobs | None:
+        asked, prompt = request.sampling.prompt_logprobs, request.prompt_token_ids
+        if asked is None:
             return None
-        rank = np.arange(asked, dtype=np.uint32)
-        tokens = (ids[:, None] + rank) % np.uint32(self._settings.scripted_vocab)
-        logprobs = values[:, None] - rank.astype(np.float32)
-        offsets = np.arange(len(ids) + 1, dtype=np.uint32) * np.uint32(asked)
-        return TopLogprobs(
-            offsets=TokenIds(offsets.astype("<u4").tobytes()),
-            token_ids=TokenIds(tokens.astype("<u4").tobytes()),
-            logprobs=Floats(logprobs.astype("<f4").tobytes()),
+        settings = self._settings
+        key = sample_key(self._digest, f"prompt:{prompt}", 0, None)
+        _, values = script(key, 1, len(prompt), settings.scripted_vocab, settings.scripted_eos_id, 0.0)
+        ids = np.array(prompt[1:], dtype=np.uint32)
+        return PromptLogprobs(
+            logprobs=Floats(values.astype("<f4").tobytes()),
+            ranks=TokenIds((1 + np.floor(-values)).astype("<u4").tobytes()),
+            top=neighbours(ids, values, asked, settings.scripted_vocab),
         )
 
     # -- fault drills -------------------------------------------------------------------------

@@ -4,33 +4,34 @@ The engine core and its workers are child processes; `lifeline` ties them to thi
 the settings below were measured: a seeded request inside a chunked prefill kills the engine on
 CPU, so prefills are not chunked there and one always fits into a step; vLLM's own `n` derives
 colliding seeds, so every sample is its own request; detokenising token by token doubles the
-frontend's cost, so text is decoded once at the end unless stop strings need it.
+frontend's cost, so text is decoded once at the end unless stop strings need it, and a streamed
+sample is decoded here, where stop strings are found over the join with what was sent before.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import multiprocessing
 import os
 import tempfile
 import threading
 import time
-from array import array
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import psutil
-from rollgrid_contracts.arrays import Floats, TokenIds
 from rollgrid_contracts.failures import ErrorCode
 from rollgrid_contracts.jobs import SamplingParams, VersionSpan
-from rollgrid_contracts.samples import FinishReason, TopLogprobs
+from rollgrid_contracts.samples import FinishReason
 from rollgrid_runtime.logging import get_logger
 
 from rollgrid_sampler import lifeline
 from rollgrid_sampler.settings import SamplerSettings
+from rollgrid_sampler.transcript import Transcript
 
 from .base import (
     EngineDead,
@@ -38,10 +39,14 @@ from .base import (
     Generated,
     GenerationRequest,
     Loaded,
+    OnDelta,
     RequestFailed,
+    Sent,
     SwapMode,
     WeightsRefused,
 )
+from .progress import End, Progress
+from .vllm_results import read_logprobs, read_prompt_logprobs, scored, spans_of
 
 log = get_logger(__name__)
 T = TypeVar("T")
@@ -76,6 +81,10 @@ class VllmEngine:
     @property
     def loaded(self) -> Loaded:
         return self._loaded
+
+    @property
+    def tokenizer(self) -> Any:
+        return self._tokenizer
 
     # -- life ---------------------------------------------------------------------------------
 
@@ -164,28 +173,104 @@ class VllmEngine:
 
     # -- generation ---------------------------------------------------------------------------
 
-    async def generate(self, request: GenerationRequest) -> Generated:
-        """Aborted only by cancelling; an abort by a weight swap starts the request again."""
+    async def generate(self, request: GenerationRequest, on_delta: OnDelta | None = None) -> Generated:
+        """Aborted only by cancelling; an abort by a weight swap starts the request again.
+
+        A streamed one goes on behind what it has sent, where that is exact.
+        """
+        try:
+            if request.sampling.max_tokens and (on_delta is not None or request.sent.token_ids):
+                return await self._stream(request, on_delta or (lambda _: None))
+            return await self._whole(request)
+        finally:
+            self._restarting.discard(request.request_id)
+
+    async def _whole(self, request: GenerationRequest) -> Generated:
         params = translate(request.sampling, request.seed)
         while True:
-            output = await self._once(request, params)
-            if request.request_id in self._restarting:
-                self._restarting.discard(request.request_id)
-                if output.outputs[0].finish_reason == FinishReason.ABORT.value:
-                    continue
-            return self._collect(request, output)
+            last: Any = None
+            async for output in self._outputs(request, request.prompt_token_ids, params):
+                last = output
+            if last is None:
+                raise RequestFailed("the engine ended the request without an output")
+            if not self._given_up(request, last.outputs[0]):
+                return self._collect(request, last)
 
-    async def _once(self, request: GenerationRequest, params: Any) -> Any:
+    async def _stream(self, request: GenerationRequest, on_delta: OnDelta) -> Generated:
+        sampling = request.sampling
+        room = min(sampling.max_tokens, self.facts.max_model_len - len(request.prompt_token_ids))
+        progress = Progress(request, room, partial(self._transcript, sampling), on_delta)
+        end = progress.end(self._eos_id())
+        while end is None:
+            end = await self._go_on(request, progress)
+        if sampling.prompt_logprobs is not None and progress.prompt_logprobs is None:  # nothing was left to generate
+            scoring = msgspec.structs.replace(sampling, max_tokens=0)
+            scores = await self._whole(msgspec.structs.replace(request, sampling=scoring, sent=Sent()))
+            progress.prompt_logprobs = scores.prompt_logprobs
+        return progress.generated(end)
+
+    async def _go_on(self, request: GenerationRequest, progress: Progress) -> End | None:
+        """One engine request behind the tokens there are; None when a weight swap took it away."""
+        prompt, start = request.prompt_token_ids, len(progress.token_ids)
+        params = translate(request.sampling, request.seed_at(start), portions=True, room=progress.left)
+        async with contextlib.aclosing(self._outputs(request, prompt + progress.token_ids, params)) as outputs:
+            async for output in outputs:
+                result = output.outputs[0]
+                given_up = self._given_up(request, result)
+                progress.cached_tokens = progress.cached_tokens or int(output.num_cached_tokens or 0)
+                progress.first_token_at = progress.first_token_at or _first_token_at(output.metrics)
+                progress.prompt_logprobs = progress.prompt_logprobs or read_prompt_logprobs(
+                    output.prompt_logprobs, request.sampling, len(prompt)
+                )
+                self._take(request, progress, result, start, last=result.finish_reason is not None and not given_up)
+                if progress.text.stopped is not None:
+                    return End(FinishReason.STOP, progress.text.stopped)
+                if given_up:
+                    progress.interrupted()
+                    return None
+                if result.finish_reason is not None:
+                    return End(FinishReason(result.finish_reason), result.stop_reason)
+        raise RequestFailed("the engine ended the request without an output")
+
+    def _take(self, request: GenerationRequest, progress: Progress, result: Any, start: int, *, last: bool) -> None:
+        """A portion into `progress`; `start` is the position of the engine request's own first token."""
+        ids, offset = list(result.token_ids), len(progress.token_ids)
+        chosen, top = read_logprobs(result.logprobs, request.sampling.logprobs, len(ids))
+        spans = spans_of(result.weight_versions, start) or self._spans_so_far(
+            request.request_id, start, offset + len(ids)
+        )
+        progress.take(ids, chosen, top, spans, last=last)
+
+    def _spans_so_far(self, request_id: str, start: int, end: int) -> tuple[VersionSpan, ...]:
+        """vLLM tells the versions with the last output only; its output processor knows them before."""
+        processor = self._llm.output_processor
+        for internal in processor.external_req_ids.get(request_id, ()):
+            state = processor.request_states.get(internal)
+            if state is not None and state.weight_version_starts:
+                starts = [(int(version), start + first) for version, first in state.weight_version_starts]
+                ends = [first for _, first in starts[1:]] + [end]
+                return tuple(VersionSpan(version=v, start=a, end=b) for (v, a), b in zip(starts, ends, strict=True))
+        return (VersionSpan(version=self._loaded.version, start=start, end=end),)
+
+    def _given_up(self, request: GenerationRequest, result: Any) -> bool:
+        """Whether a weight swap aborted it."""
+        if request.request_id not in self._restarting or result.finish_reason is None:
+            return False
+        self._restarting.discard(request.request_id)
+        return bool(result.finish_reason == FinishReason.ABORT.value)
+
+    async def _outputs(self, request: GenerationRequest, prompt: list[int], params: Any) -> AsyncGenerator[Any, None]:
+        """vLLM's outputs of one engine request; leaving it aborts the request."""
         from vllm.exceptions import VLLMClientError
         from vllm.inputs.engine import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError
 
-        prompt = tokens_input(request.prompt_token_ids, cache_salt=request.cache_salt)
         self._flying.add(request.request_id)
-        last: Any = None
         try:
-            async for output in self._llm.generate(prompt, params, request.request_id):
-                last = output
+            inputs = tokens_input(prompt, cache_salt=request.cache_salt)
+            async with contextlib.aclosing(self._llm.generate(inputs, params, request.request_id)) as outputs:
+                async for output in outputs:
+                    yield output
         except EngineDeadError as error:
             raise EngineDead("the engine died while generating") from error
         except VLLMClientError as error:
@@ -200,32 +285,44 @@ class VllmEngine:
             raise RequestFailed(f"{error!r} ({error.__cause__!r})") from error
         finally:
             self._flying.discard(request.request_id)
-        if last is None:
-            raise RequestFailed("the engine ended the request without an output")
-        return last
 
     def _collect(self, request: GenerationRequest, output: Any) -> Generated:
-        result = output.outputs[0]
+        result, sampling = output.outputs[0], request.sampling
         ids = list(result.token_ids)
-        chosen, top = read_logprobs(result.logprobs, request.sampling.logprobs, len(ids))
-        text: str = result.text if request.sampling.stop else self._decode(ids, request.sampling)
-        spans = tuple(
-            VersionSpan(version=int(s.version), start=s.start, end=s.end) for s in result.weight_versions or ()
-        )
-        return Generated(
+        chosen, top = read_logprobs(result.logprobs, sampling.logprobs, len(ids))
+        found = Generated(
             token_ids=ids,
             logprobs=chosen,
             top_logprobs=top,
-            text=text,
+            text=self._text(ids, result, sampling),
             finish_reason=FinishReason(result.finish_reason),
             stop_reason=result.stop_reason,
-            version_spans=spans,
+            version_spans=spans_of(result.weight_versions, 0),
             cached_tokens=int(output.num_cached_tokens or 0),
             first_token_at=_first_token_at(output.metrics),
+            prompt_logprobs=read_prompt_logprobs(output.prompt_logprobs, sampling, len(request.prompt_token_ids)),
         )
+        return found if sampling.max_tokens else scored(found)
 
-    def _decode(self, ids: list[int], sampling: SamplingParams) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=sampling.skip_special_tokens))
+    def _text(self, ids: list[int], result: Any, sampling: SamplingParams) -> str:
+        """The same text as the sample would have streamed."""
+        if not sampling.stop:
+            return self._decode(ids, sampling.skip_special_tokens)
+        transcript = self._transcript(sampling)
+        transcript.push(ids)
+        transcript.finish()
+        agreed = transcript.stopped is not None or not isinstance(result.stop_reason, str)
+        return transcript.text if agreed else str(result.text)
+
+    def _transcript(self, sampling: SamplingParams) -> Transcript:
+        return Transcript(lambda ids: self._decode(ids, sampling.skip_special_tokens), sampling)
+
+    def _decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+    def _eos_id(self) -> int | None:
+        found = self._llm.renderer.get_eos_token_id()
+        return None if found is None else int(found)
 
     # -- weights ------------------------------------------------------------------------------
 
@@ -338,16 +435,18 @@ def model_context(folder: Path) -> int:
     return int(getattr(config.get_text_config(), "max_position_embeddings", 2048))
 
 
-def translate(sampling: SamplingParams, seed: int | None) -> Any:
-    """Our parameters as vLLM's.  Raises RequestFailed where vLLM refuses them."""
+def translate(sampling: SamplingParams, seed: int | None, *, portions: bool = False, room: int | None = None) -> Any:
+    """Our parameters as vLLM's.  Raises RequestFailed where vLLM refuses them.
+
+    `portions` gives tokens as they come and leaves text and stop strings to the caller; `room` is
+    how many tokens may still come.  vLLM samples at least one token, also where none is wanted.
+    """
     import vllm
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
-    if sampling.prompt_logprobs is not None:
-        raise RequestFailed("prompt_logprobs are not returned yet", ErrorCode.UNSUPPORTED, field="prompt_logprobs")
     try:
         return vllm.SamplingParams(
-            max_tokens=sampling.max_tokens,
+            max_tokens=max(1, sampling.max_tokens) if room is None else room,
             min_tokens=sampling.min_tokens,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
@@ -357,7 +456,7 @@ def translate(sampling: SamplingParams, seed: int | None) -> Any:
             frequency_penalty=sampling.frequency_penalty,
             repetition_penalty=sampling.repetition_penalty,
             seed=seed,
-            stop=list(sampling.stop) or None,
+            stop=None if portions else list(sampling.stop) or None,
             stop_token_ids=list(sampling.stop_token_ids) or None,
             include_stop_str_in_output=sampling.include_stop_str_in_output,
             ignore_eos=sampling.ignore_eos,
@@ -365,38 +464,18 @@ def translate(sampling: SamplingParams, seed: int | None) -> Any:
             allowed_token_ids=list(sampling.allowed_token_ids) or None,
             logit_bias={int(token): bias for token, bias in sampling.logit_bias.items()} or None,
             logprobs=sampling.logprobs,
+            prompt_logprobs=sampling.prompt_logprobs,
             skip_special_tokens=sampling.skip_special_tokens,
             structured_outputs=(
                 StructuredOutputsParams(**sampling.structured_output) if sampling.structured_output else None
             ),
-            detokenize=bool(sampling.stop),
+            detokenize=bool(sampling.stop) and not portions,
             flat_logprobs=True,
-            output_kind=RequestOutputKind.FINAL_ONLY,
+            output_kind=RequestOutputKind.DELTA if portions else RequestOutputKind.FINAL_ONLY,
         )
     except (ValueError, TypeError, vllm.exceptions.VLLMError) as error:
         field = getattr(error, "parameter", None)
         raise RequestFailed(str(error), ErrorCode.INVALID_REQUEST, field=field) from error
-
-
-def read_logprobs(flat: Any, asked: int, tokens: int) -> tuple[array[float], TopLogprobs | None]:
-    """The sampled tokens' logprobs and the alternatives, out of vLLM's FlatLogprobs.
-
-    In each position the sampled token comes first, then the alternatives by rank; alternatives
-    that are not finite (cut off by top-k or top-p) are dropped.
-    """
-    if flat is None:
-        return array("f"), None
-    chosen = array("f", (flat.logprobs[start] for start in flat.start_indices[:tokens]))
-    if asked == 0:
-        return chosen, None
-    offsets, ids, values = [0], [], []
-    for start, end in zip(flat.start_indices[:tokens], flat.end_indices[:tokens], strict=True):
-        for at in range(start + 1, end):
-            if math.isfinite(flat.logprobs[at]):
-                ids.append(flat.token_ids[at])
-                values.append(flat.logprobs[at])
-        offsets.append(len(ids))
-    return chosen, TopLogprobs(offsets=TokenIds.of(offsets), token_ids=TokenIds.of(ids), logprobs=Floats.of(values))
 
 
 def make_probes(vocab_size: int, max_model_len: int) -> list[list[int]]:
