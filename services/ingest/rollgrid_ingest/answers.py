@@ -3,32 +3,41 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from itertools import pairwise
 
 from rollgrid_contracts.checkpoints import PolicyState
+from rollgrid_contracts.failures import Boundary, ErrorCode
 from rollgrid_contracts.ids import sample_id
-from rollgrid_contracts.samples import Sample
+from rollgrid_contracts.samples import PromptLogprobs, Sample
 from rollgrid_rendering.renderer import Renderer
+from rollgrid_runtime.errors import RollgridError
 from rollgrid_runtime.kv import Versioned
 
+from .logprob_shapes import (
+    TokenNames,
+    completion_logprobs,
+    generate_logprobs,
+    prompt_logprobs,
+    prompt_rows,
+    rows_of,
+)
 from .openai_schema import (
     CompletionChoice,
     CompletionLogprobs,
     CompletionRequest,
     CompletionResponse,
     GenerateChoice,
-    GenerateLogprob,
-    GenerateLogprobEntry,
-    GenerateLogprobs,
     GenerateRequest,
     GenerateResponse,
     ModelCard,
     ModelList,
+    ScoredTokens,
+    ScoreResponse,
     SpanAnswer,
+    TokenLogprob,
     Usage,
 )
 from .replies import Collected
+from .streaming import alternatives_of
 from .submission import Accepted, GroupSpec, Submission
 
 
@@ -36,18 +45,19 @@ def completion_answer(
     request: CompletionRequest, submission: Submission, accepted: Accepted, collected: Collected, renderer: Renderer
 ) -> CompletionResponse:
     """Blocks for as long as detokenising takes where the sampler sent no text."""
+    names = TokenNames(renderer, bool(request.return_tokens_as_token_ids))
     choices: list[CompletionChoice] = []
     for group_id, group in zip(accepted.group_ids, submission.groups, strict=True):
-        prompt_ids = group.prompt_token_ids.tolist() if request.return_token_ids else None
-        for sample in collected.samples(group_id):
-            choices.append(_choice(request, group_id, group, sample, len(choices), prompt_ids, renderer))
+        samples = collected.samples(group_id)
+        for sample in samples:
+            choices.append(_choice(request, group_id, group, samples, sample, len(choices), names, renderer))
     return CompletionResponse(
         id=f"cmpl-{accepted.batch_id}",
         object="text_completion",
         created=int(time.time()),
         model=submission.model,
         choices=choices,
-        usage=_usage(submission, collected),
+        usage=usage_of(submission, collected),
         logprobs_mode=collected.logprobs_mode,
     )
 
@@ -56,115 +66,154 @@ def _choice(
     request: CompletionRequest,
     group_id: str,
     group: GroupSpec,
+    samples: list[Sample],
     sample: Sample,
     index: int,
-    prompt_ids: list[int] | None,
+    names: TokenNames,
     renderer: Renderer,
 ) -> CompletionChoice:
     token_ids = sample.token_ids.tolist()
-    text = sample.text
-    if text is None:
-        text = renderer.decode(token_ids, skip_special_tokens=group.sampling.skip_special_tokens)
+    text = text_of(sample, group, renderer)
+    if request.echo:
+        text = echoed(group, renderer) + text
+    prompt = group.prompt_token_ids.tolist() if request.return_token_ids or request.prompt_logprobs is not None else []
     return CompletionChoice(
         index=index,
         text=text,
-        logprobs=None
-        if request.logprobs is None
-        else _completion_logprobs(sample, token_ids, bool(request.return_tokens_as_token_ids), renderer),
+        logprobs=None if request.logprobs is None else _logprobs(request, group, samples, sample, names),
         finish_reason=sample.finish_reason.value if sample.finish_reason else None,
         stop_reason=sample.stop_reason,
         sample_id=sample_id(group_id, sample.index),
-        weight_versions=_spans(sample),
+        weight_versions=spans_of(sample),
         max_tokens=group.sampling.max_tokens,
         token_ids=token_ids if request.return_token_ids else None,
-        prompt_token_ids=prompt_ids,
+        prompt_token_ids=prompt if request.return_token_ids else None,
+        prompt_logprobs=prompt_logprobs(prompt, _of_prompt(samples), names)
+        if request.prompt_logprobs is not None
+        else None,
         seed=sample.seed,
         weight_fingerprint=sample.weight_fingerprint,
     )
 
 
-def _completion_logprobs(sample: Sample, token_ids: list[int], as_ids: bool, renderer: Renderer) -> CompletionLogprobs:
-    def named(ids: list[int]) -> list[str]:
-        return [f"token_id:{token}" for token in ids] if as_ids else renderer.pieces(ids)
+def text_of(sample: Sample, group: GroupSpec, renderer: Renderer) -> str:
+    """As the sampler wrote it; an engine without text is detokenised here."""
+    if sample.text is not None:
+        return sample.text
+    return renderer.decode(sample.token_ids.tolist(), skip_special_tokens=group.sampling.skip_special_tokens)
 
-    tokens = named(token_ids)
-    logprobs = sample.logprobs.tolist()
-    offsets, position = [], 0
-    for piece in tokens:
-        offsets.append(position)
-        position += len(piece)
-    top: list[dict[str, float]] = []
-    for token, name, logprob, others in zip(token_ids, tokens, logprobs, _alternatives(sample), strict=True):
-        entry = {name: logprob}
-        names = named([other for other, _ in others])
-        for (other, value), other_name in zip(others, names, strict=True):
-            if other != token:
-                entry.setdefault(other_name, value)
-        top.append(entry)
-    return CompletionLogprobs(tokens=tokens, token_logprobs=logprobs, top_logprobs=top, text_offset=offsets)
+
+def echoed(group: GroupSpec, renderer: Renderer) -> str:
+    """The prompt's text as it was given, or that of its ids."""
+    if group.prompt_text is not None:
+        return group.prompt_text
+    return renderer.decode(group.prompt_token_ids.tolist(), skip_special_tokens=False)
+
+
+def _logprobs(
+    request: CompletionRequest, group: GroupSpec, samples: list[Sample], sample: Sample, names: TokenNames
+) -> CompletionLogprobs:
+    ids = sample.token_ids.tolist()
+    rows = rows_of(ids, sample.logprobs.tolist(), alternatives_of(sample.top_logprobs, len(ids)))
+    if request.echo:
+        rows = prompt_rows(group.prompt_token_ids.tolist(), _of_prompt(samples)) + rows
+    return completion_logprobs(rows, names)
+
+
+def _of_prompt(samples: list[Sample]) -> PromptLogprobs | None:
+    """All samples of a group share the prompt; the first of each job carries its logprobs."""
+    return next((sample.prompt_logprobs for sample in samples if sample.prompt_logprobs is not None), None)
 
 
 def generate_answer(
-    request: GenerateRequest, submission: Submission, accepted: Accepted, collected: Collected, request_id: str
+    request: GenerateRequest,
+    submission: Submission,
+    accepted: Accepted,
+    collected: Collected,
+    request_id: str,
+    renderer: Renderer,
 ) -> GenerateResponse:
     group_id, group = accepted.group_ids[0], submission.groups[0]
-    with_logprobs = request.sampling_params.logprobs is not None
+    fields = request.sampling_params
+    samples, prompt = collected.samples(group_id), group.prompt_token_ids.tolist()
     return GenerateResponse(
         request_id=request.request_id or request_id,
         model=submission.model,
         created=int(time.time()),
-        choices=[_generate_choice(group_id, sample, with_logprobs) for sample in collected.samples(group_id)],
-        prompt_token_ids=group.prompt_token_ids.tolist(),
-        usage=_usage(submission, collected),
+        choices=[_generate_choice(group_id, sample, fields.logprobs is not None) for sample in samples],
+        prompt_token_ids=prompt,
+        usage=usage_of(submission, collected),
         logprobs_mode=collected.logprobs_mode,
+        prompt_logprobs=prompt_logprobs(prompt, _of_prompt(samples), TokenNames(renderer, as_ids=False))
+        if fields.prompt_logprobs is not None
+        else None,
     )
 
 
 def _generate_choice(group_id: str, sample: Sample, with_logprobs: bool) -> GenerateChoice:
+    ids = sample.token_ids.tolist()
+    others = alternatives_of(sample.top_logprobs, len(ids)) if with_logprobs else []
     return GenerateChoice(
         index=sample.index,
-        token_ids=sample.token_ids.tolist(),
-        logprobs=GenerateLogprobs(content=_generate_logprobs(sample)) if with_logprobs else None,
+        token_ids=ids,
+        logprobs=generate_logprobs(ids, sample.logprobs.tolist(), others) if with_logprobs else None,
         finish_reason=sample.finish_reason.value if sample.finish_reason else None,
         stop_reason=sample.stop_reason,
-        weight_versions=_spans(sample),
+        weight_versions=spans_of(sample),
         sample_id=sample_id(group_id, sample.index),
         seed=sample.seed,
         weight_fingerprint=sample.weight_fingerprint,
     )
 
 
-def _generate_logprobs(sample: Sample) -> list[GenerateLogprobEntry]:
-    content: list[GenerateLogprobEntry] = []
-    for token, logprob, others in zip(sample.token_ids, sample.logprobs, _alternatives(sample), strict=True):
-        name = f"token_id:{token}"
-        top = [GenerateLogprob(token=name, token_id=token, logprob=logprob)]
-        top += [
-            GenerateLogprob(token=f"token_id:{other}", token_id=other, logprob=value)
-            for other, value in others
-            if other != token
-        ]
-        content.append(GenerateLogprobEntry(token=name, token_id=token, logprob=logprob, top_logprobs=top))
-    return content
+def score_answer(top: bool, submission: Submission, accepted: Accepted, collected: Collected) -> ScoreResponse:
+    """Raises RollgridError when a record lacks what was asked for."""
+    data: list[ScoredTokens] = []
+    mode = "raw_logprobs"
+    for index, (group_id, group) in enumerate(zip(accepted.group_ids, submission.groups, strict=True)):
+        sample = collected.samples(group_id)[0]
+        ids, found = group.prompt_token_ids.tolist(), sample.prompt_logprobs
+        if found is None and len(ids) > 1:
+            raise RollgridError(
+                ErrorCode.ENGINE_ERROR, "the engine returned no prompt logprobs", boundary=Boundary.ENGINE
+            )
+        if found is not None:
+            mode = found.mode
+        rows = prompt_rows(ids, found)
+        ranks: list[int | None] = [] if found is None else [*found.ranks]
+        data.append(
+            ScoredTokens(
+                index=index,
+                token_ids=ids,
+                logprobs=[logprob for _, logprob, _ in rows],
+                ranks=[None, *(ranks or [None] * (len(ids) - 1))],
+                sample_id=sample_id(group_id, sample.index),
+                weight_versions=spans_of(sample),
+                top_logprobs=[
+                    None if at == 0 else [TokenLogprob(token_id=token, logprob=value) for token, value in others]
+                    for at, (_, _, others) in enumerate(rows)
+                ]
+                if top
+                else None,
+                weight_fingerprint=sample.weight_fingerprint,
+            )
+        )
+    return ScoreResponse(
+        id=f"score-{accepted.batch_id}",
+        object="score_tokens",
+        created=int(time.time()),
+        model=submission.model,
+        data=data,
+        usage=usage_of(submission, collected),
+        logprobs_mode=mode,
+    )
 
 
-def _alternatives(sample: Sample) -> Iterator[list[tuple[int, float]]]:
-    """Per sampled token, the alternatives beside it, in rank order."""
-    top = sample.top_logprobs
-    if top is None:
-        for _ in range(len(sample.token_ids)):
-            yield []
-        return
-    offsets, ids, values = top.offsets.tolist(), top.token_ids.tolist(), top.logprobs.tolist()
-    for start, end in pairwise(offsets):
-        yield list(zip(ids[start:end], values[start:end], strict=True))
-
-
-def _spans(sample: Sample) -> list[SpanAnswer]:
+def spans_of(sample: Sample) -> list[SpanAnswer]:
     return [SpanAnswer(version=span.version, start=span.start, end=span.end) for span in sample.version_spans]
 
 
-def _usage(submission: Submission, collected: Collected) -> Usage:
+def usage_of(submission: Submission, collected: Collected) -> Usage:
     prompt = sum(len(group.prompt_token_ids) for group in submission.groups)
     completion = sum(len(sample.token_ids) for sample in collected.everything())
     return Usage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
@@ -172,17 +221,17 @@ def _usage(submission: Submission, collected: Collected) -> Usage:
 
 def models_answer(policies: list[Versioned[PolicyState]], started_at: int) -> ModelList:
     """Every policy under its own name first, then its aliases as models of their own."""
-    cards = [_card(entry.value, entry.value.policy, started_at) for entry in policies]
+    cards = [model_card(entry.value, entry.value.policy, started_at) for entry in policies]
     taken = {card.id for card in cards}
     for entry in policies:
         for alias in entry.value.aliases:
             if alias not in taken:
                 taken.add(alias)
-                cards.append(_card(entry.value, alias, started_at))
+                cards.append(model_card(entry.value, alias, started_at))
     return ModelList(object="list", data=cards)
 
 
-def _card(state: PolicyState, name: str, started_at: int) -> ModelCard:
+def model_card(state: PolicyState, name: str, started_at: int) -> ModelCard:
     return ModelCard(
         id=name,
         object="model",

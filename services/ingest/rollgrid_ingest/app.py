@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from fastapi import FastAPI, Request, Response
+from fastapi import Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from rollgrid_contracts.failures import Boundary, ErrorCode
 from rollgrid_runtime.errors import RollgridError
 from rollgrid_runtime.health import readiness
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Send
+from starlette.types import Scope as ASGIScope
 
-from . import openapi, routes_openai, routes_policies, routes_rollouts
+from . import openapi, routes_openai, routes_policies, routes_rewards, routes_rollouts
 from .auth import Scope
 from .door import Parts, principal
 from .envelope import error_response, internal_error
@@ -39,10 +41,47 @@ def create_app(parts: Parts) -> ASGIApp:
     app.add_exception_handler(RequestValidationError, _on_parameters)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_exception_handler(Exception, _on_bug)
-    for router in (routes_openai.router, routes_rollouts.router, routes_policies.router):
-        app.include_router(router)
+    for router in (routes_openai.router, routes_rollouts.router, routes_rewards.router, routes_policies.router):
+        app.include_router(router, dependencies=[Depends(refuse_unknown_parameters)])
     _add_health(app, parts)
-    return Door(app, parts.settings, parts.keys)
+    return Door(Direct(app), parts.settings, parts.keys)
+
+
+class Direct:
+    """Pure ASGI: the calls that wait, past FastAPI, which only describes them; everything else goes on to it."""
+
+    def __init__(self, app: FastAPI) -> None:
+        self._app = app
+        self._routes = {
+            route.path: route
+            for route in app.routes
+            if isinstance(route, APIRoute) and route.path in routes_openai.ANSWERS
+        }
+
+    async def __call__(self, scope: ASGIScope, receive: Receive, send: Send) -> None:
+        answering = routes_openai.ANSWERS.get(scope["path"]) if scope["type"] == "http" else None
+        if answering is None or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        scope["app"], scope["route"] = self._app, self._routes[scope["path"]]
+        request = Request(scope, receive)
+        try:
+            await refuse_unknown_parameters(request)
+            response = await answering(request)
+            await response(scope, receive, send)
+        except ClientDisconnect as error:
+            raise _gone() from error
+
+
+async def refuse_unknown_parameters(request: Request) -> None:
+    """A misspelt parameter would silently be none: refused by name."""
+    if not request.scope["query_string"]:
+        return
+    known = {parameter.alias for parameter in request.scope["route"].dependant.query_params}
+    for name in request.query_params:
+        if name not in known:
+            field = name[:80]
+            raise invalid(f"unknown query parameter {field}", field, code=ErrorCode.UNKNOWN_FIELD)
 
 
 def _add_health(app: FastAPI, parts: Parts) -> None:
@@ -73,8 +112,11 @@ async def _on_bug(request: Request, _: Exception) -> Response:
 
 
 async def _on_disconnect(request: Request, _: Exception) -> Response:
-    gone = RollgridError(ErrorCode.CANCELLED, "the client disconnected", boundary=Boundary.CLIENT)
-    return error_response(gone, _request_id(request))
+    return error_response(_gone(), _request_id(request))
+
+
+def _gone() -> RollgridError:
+    return RollgridError(ErrorCode.CANCELLED, "the client disconnected", boundary=Boundary.CLIENT)
 
 
 async def _on_parameters(request: Request, error: Exception) -> Response:

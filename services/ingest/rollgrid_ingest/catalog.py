@@ -140,9 +140,9 @@ class Catalog:
     def resolve(
         self, tenant: str, model: str | None, field: str = "model"
     ) -> tuple[PolicyState, WeightConstraint | None]:
-        """The policy behind a request's model name; `<name>@<version>` also pins the version.
+        """The policy behind a request's model name; `<name>@<version>` and `<name>-v<version>` also pin the version.
 
-        Without a name the only visible policy is meant.  Raises model_not_found, invalid_request, and
+        A name that is a policy's, an alias or a path is never taken apart.  Without a name the only visible policy is meant.  Raises model_not_found, invalid_request, and
         not_ready before the policies were read for the first time.
         """
         if model is None or model == "":
@@ -153,11 +153,12 @@ class Catalog:
         entry = self.policy(tenant, model)
         if entry is not None:
             return entry.value, None
-        name, at, version = model.rpartition("@")
-        if at and version.isascii() and version.isdigit() and len(version) < 19:
-            entry = self.policy(tenant, name)
-            if entry is not None:
-                return entry.value, WeightConstraint(rule=VersionRule.EXACT, value=int(version))
+        for separator in ("@", "-v"):
+            name, apart, version = model.rpartition(separator)
+            if apart and version.isascii() and version.isdigit() and len(version) < 19:
+                entry = self.policy(tenant, name)
+                if entry is not None:
+                    return entry.value, WeightConstraint(rule=VersionRule.EXACT, value=int(version))
         raise RollgridError(
             ErrorCode.MODEL_NOT_FOUND,
             f"no model {model[:200]!r} is served to this tenant",

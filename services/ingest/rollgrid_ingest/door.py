@@ -25,8 +25,10 @@ from .fleet import Fleet
 from .handler import Handler
 from .idempotency import body_digest, checked_key
 from .ledger_client import LedgerClient
+from .posted_rewards import PostReader
 from .replies import Collected, Replies, refuse_failed
 from .results import Results
+from .rewards import Rewards
 from .settings import IngestSettings
 from .submission import Accepted, Caller, Submission
 from .translate import Translator
@@ -50,6 +52,8 @@ class Parts:
     fleet: Fleet
     checkpoints: Checkpoints
     readers: Gate
+    rewards: Rewards
+    posts: PostReader
     started_at: int = 0
     draining: bool = False
     waiting: int = 0
@@ -155,5 +159,6 @@ async def interactive(request: Request, submission: Submission) -> tuple[Accepte
                     submission.tenant, submission.run, accepted.batch_id, reason="the client disconnected"
                 )
             raise RollgridError(ErrorCode.CANCELLED, "the client disconnected", boundary=Boundary.CLIENT) from None
-    refuse_failed(collected.everything())
+    for group_id, group in zip(accepted.group_ids, submission.groups, strict=True):
+        refuse_failed(collected.samples(group_id), empty=group.sampling.max_tokens == 0)
     return accepted, collected

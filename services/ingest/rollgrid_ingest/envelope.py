@@ -20,7 +20,8 @@ def error_type(status: int) -> str:
     return _KINDS.get(status) or ("server_error" if status >= 500 else "invalid_request_error")
 
 
-def error_response(error: RollgridError, request_id: str | None = None) -> Response:
+def error_answer(error: RollgridError, request_id: str | None = None) -> ErrorAnswer:
+    """The envelope itself; counted."""
     metrics.REFUSED.labels(error.code.value).inc()
     body = ErrorBody(
         message=error.message,
@@ -32,14 +33,17 @@ def error_response(error: RollgridError, request_id: str | None = None) -> Respo
         limit=error.limit,
         request_id=request_id,
     )
+    return ErrorAnswer(error=body)
+
+
+def error_response(error: RollgridError, request_id: str | None = None) -> Response:
+    answer = error_answer(error, request_id)
     headers = {}
     if error.retry_after_s is not None and error.retryable:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
     if error.code is ErrorCode.UNAUTHENTICATED:
         headers["www-authenticate"] = "Bearer"
-    return Response(
-        msgspec.json.encode(ErrorAnswer(error=body)), error.http_status, headers, media_type="application/json"
-    )
+    return Response(msgspec.json.encode(answer), error.http_status, headers, media_type="application/json")
 
 
 def internal_error() -> RollgridError:

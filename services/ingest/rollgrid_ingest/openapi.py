@@ -40,12 +40,14 @@ def described(
     status: int = 200,
     optional_body: bool = False,
     events: bool = False,
+    streamed: bool = False,
 ) -> dict[str, Any]:
     """Keyword arguments of a route: its document, from the structs that really are read and written."""
     _shapes.add(answer)
     content: dict[str, Any] = {"application/json": {"schema": _ref(answer)}}
     if events:
         content["application/msgpack"] = {"schema": {"type": "string", "format": "binary"}}
+    if events or streamed:
         content["text/event-stream"] = {"schema": {"type": "string"}}
     responses: dict[int | str, dict[str, Any]] = {status: {"description": "Success", "content": content}}
     for code, description in ERRORS.items():

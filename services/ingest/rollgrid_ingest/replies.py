@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Mapping
-from typing import Protocol
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from typing import Any, Protocol
 
 from rollgrid_contracts import subjects
 from rollgrid_contracts.failures import Boundary, ErrorCode, ErrorInfo
-from rollgrid_contracts.samples import Sample, SampleReply, SampleStatus
+from rollgrid_contracts.samples import Sample, SampleReply, SampleStatus, StreamQuery, StreamState, TokenFrame
 from rollgrid_contracts.trajectories import GroupClosed
 from rollgrid_runtime.bus import Bus
 from rollgrid_runtime.errors import VERDICTS, RollgridError
@@ -32,11 +32,22 @@ class Records(Protocol):
     async def at(self, tenant: str, run: str, sequence: int) -> GroupClosed | None: ...
 
 
+class Listener(Protocol):
+    """Who streams: told of every frame and finished sample as it comes, asked what it has sent."""
+
+    def on_frame(self, frame: TokenFrame) -> None: ...
+
+    def on_sample(self, group_id: str, sample: Sample) -> None: ...
+
+    def sent(self, group_id: str) -> StreamState | None:
+        """None when somebody else answers for the group."""
+
+
 class Collected:
     """What has come in for the groups of one call: group id → samples by index."""
 
-    def __init__(self, sizes: Mapping[str, int]) -> None:
-        self._sizes = dict(sizes)
+    def __init__(self, sizes: Mapping[str, int], tell: Callable[[str, Sample], None] | None = None) -> None:
+        self._sizes, self._tell = dict(sizes), tell
         self._samples: dict[str, dict[int, Sample]] = {group_id: {} for group_id in sizes}
         self._missing = sum(sizes.values())
         self.logprobs_mode = "processed_logprobs"
@@ -48,6 +59,8 @@ class Collected:
         if group is None or sample.index in group or not 0 <= sample.index < self._sizes[group_id]:
             return
         group[sample.index] = sample
+        if self._tell is not None:
+            self._tell(group_id, sample)
         self._missing -= 1
         if self._missing == 0:
             self.complete.set()
@@ -73,25 +86,41 @@ class Replies:
         self._poll_s, self._grace_s = poll_s, grace_s
 
     @contextlib.asynccontextmanager
-    async def listening(self, sizes: Mapping[str, int]) -> AsyncIterator[Collected]:
-        """Collect replies for these groups (id → n).  Enter it before their jobs are published."""
-        collected = Collected(sizes)
+    async def listening(self, sizes: Mapping[str, int], listener: Listener | None = None) -> AsyncIterator[Collected]:
+        """Collect replies for these groups (id → n).  Enter it before their jobs are published.
 
-        async def on_reply(reply: SampleReply, _: str) -> None:
+        A `listener` also gets the frames, and answers workers that take over.
+        """
+        collected = Collected(sizes, None if listener is None else listener.on_sample)
+        kind: Any = SampleReply if listener is None else SampleReply | TokenFrame
+
+        async def on_reply(reply: SampleReply | TokenFrame, _: str) -> None:
+            if isinstance(reply, TokenFrame):
+                if listener is not None:
+                    listener.on_frame(reply)
+                return
             collected.logprobs_mode = reply.logprobs_mode
             for sample in reply.samples:
                 collected.add(reply.group_id, sample)
 
-        subscriptions = [
-            await self._bus.subscribe(subjects.reply(group_id), SampleReply, on_reply) for group_id in sizes
-        ]
-        metrics.WAITING.inc(len(sizes))
-        try:
+        async with contextlib.AsyncExitStack() as exits:
+            for group_id in sizes:
+                subscription = await self._bus.subscribe(subjects.reply(group_id), kind, on_reply)
+                exits.push_async_callback(self._bus.unsubscribe, subscription)
+                if listener is not None:
+                    await self._answer_take_overs(group_id, listener, exits)
+            metrics.WAITING.inc(len(sizes))
+            exits.callback(metrics.WAITING.dec, len(sizes))
             yield collected
-        finally:
-            metrics.WAITING.dec(len(sizes))
-            for subscription in subscriptions:
-                await self._bus.unsubscribe(subscription)
+
+    async def _answer_take_overs(self, group_id: str, listener: Listener, exits: contextlib.AsyncExitStack) -> None:
+        async def on_query(query: StreamQuery, reply: str) -> None:
+            state = listener.sent(query.group_id)
+            if state is not None:
+                await self._bus.respond(reply, state)
+
+        subscription = await self._bus.subscribe(subjects.resume(group_id), StreamQuery, on_query)
+        exits.push_async_callback(self._bus.unsubscribe, subscription)
 
     async def wait(self, collected: Collected, tenant: str, deadline: float, *, ask_first: bool) -> None:
         """Return when every sample is there; `ask_first` for groups that may have ended long ago.
@@ -108,21 +137,15 @@ class Replies:
             if collected.complete.is_set():
                 metrics.REPLIES.labels("reply").inc(len(collected))
                 return
-            await self._read_records(collected, tenant)
+            await self.read_records(collected, tenant)
             if collected.complete.is_set():
                 metrics.REPLIES.labels("record").inc(len(collected))
                 return
             if left <= 0:
-                raise RollgridError(
-                    ErrorCode.EXPIRED,
-                    "no result came before the deadline",
-                    boundary=Boundary.LEDGER,
-                    field="deadline_s",
-                    retry_after_s=1.0,
-                )
+                raise expired()
             pause = self._poll_s
 
-    async def _read_records(self, collected: Collected, tenant: str) -> None:
+    async def read_records(self, collected: Collected, tenant: str) -> None:
         """Add what closed groups say.  A ledger that is away is asked again later."""
         try:
             statuses = await self._ledger.groups(tenant, collected.incomplete())
@@ -140,12 +163,26 @@ class Replies:
             log.info("records_not_read", error=error.message)
 
 
-def refuse_failed(samples: list[Sample]) -> None:
-    """Raise the first failure among `samples`: a call never answers with less than it was asked for."""
+def expired() -> RollgridError:
+    """504: neither a reply nor a record came in time."""
+    return RollgridError(
+        ErrorCode.EXPIRED,
+        "no result came before the deadline",
+        boundary=Boundary.LEDGER,
+        field="deadline_s",
+        retry_after_s=1.0,
+    )
+
+
+def refuse_failed(samples: Collection[Sample], *, empty: bool = False) -> None:
+    """Raise the first failure among `samples`: a call never answers with less than it was asked for.
+
+    `empty`: no token was asked for.
+    """
     for sample in samples:
         if sample.status is not SampleStatus.SUCCEEDED:
             raise _failure(sample)
-        if not len(sample.token_ids):
+        if not empty and not len(sample.token_ids):
             raise RollgridError(
                 ErrorCode.EMPTY_COMPLETION, "the engine returned no token", boundary=Boundary.ENGINE, retry_after_s=1.0
             )

@@ -123,7 +123,8 @@ def check_tools(tools: list[dict[str, Any]], path: str, limits: Limits) -> tuple
 
 def _parameters(function: dict[str, Any]) -> dict[str, Any]:
     """Without parameters the arguments are still an object."""
-    return function.get("parameters") or {"type": "object", "properties": {}}
+    parameters: dict[str, Any] = function.get("parameters") or {"type": "object", "properties": {}}
+    return parameters
 
 
 def _any_call(tools: tuple[dict[str, Any], ...], parallel: bool | None) -> dict[str, Any]:
@@ -132,8 +133,8 @@ def _any_call(tools: tuple[dict[str, Any], ...], parallel: bool | None) -> dict[
     definitions: dict[str, Any] = {}
     for i, tool in enumerate(tools):
         parameters = dict(_parameters(tool["function"]))
-        for name, schema in _definitions(parameters, f"tools[{i}].function.parameters").items():
-            if definitions.setdefault(name, schema) != schema:
+        for name, definition in _definitions(parameters, f"tools[{i}].function.parameters").items():
+            if definitions.setdefault(name, definition) != definition:
                 raise invalid(f"two tools define {name[:80]!r} differently", f"tools[{i}].function.parameters.$defs")
         calls.append(
             {
@@ -144,12 +145,12 @@ def _any_call(tools: tuple[dict[str, Any], ...], parallel: bool | None) -> dict[
                 "required": ["name", "parameters"],
             }
         )
-    schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"type": "object", "anyOf": calls}}
+    found: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"type": "object", "anyOf": calls}}
     if parallel is False:
-        schema["maxItems"] = 1
+        found["maxItems"] = 1
     if definitions:
-        schema["$defs"] = definitions
-    return schema
+        found["$defs"] = definitions
+    return found
 
 
 def _definitions(parameters: dict[str, Any], path: str) -> dict[str, Any]:

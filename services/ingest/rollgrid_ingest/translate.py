@@ -112,7 +112,7 @@ class Translator(OpenAITranslator):
     def _required_sampling(self, fields: SamplingFields, prefix: str, policy: PolicyState) -> SamplingParams:
         if fields.max_tokens is None:
             raise invalid(f"{prefix}max_tokens is required", f"{prefix}max_tokens")
-        return self._sampling(fields, prefix, policy, default_max_tokens=1)
+        return self._sampling(fields, prefix, policy, given=fields.max_tokens)
 
 
 def _parsing_of(task: TaskRequest, policy: PolicyState) -> ParsingSpec | None:

@@ -124,10 +124,10 @@ def test_completion_tokens_are_decoded_when_ids_were_not_asked_for(renderer: Ren
     assert logprobs.text_offset == [0, len(logprobs.tokens[0])]
 
 
-def test_generate_logprobs_carry_both_forms_of_the_id() -> None:
+def test_generate_logprobs_carry_both_forms_of_the_id(renderer: Renderer) -> None:
     asked = submission(1, 2)
     request = GenerateRequest(token_ids=[7], sampling_params=GenerateSampling(logprobs=1), request_id="mine")
-    answer = msgspec.to_builtins(generate_answer(request, asked, accepted(asked), collected(asked), "other"))
+    answer = msgspec.to_builtins(generate_answer(request, asked, accepted(asked), collected(asked), "other", renderer))
     assert answer["request_id"] == "mine"
     assert answer["prompt_token_ids"] == [7, 8, 9]
     first = answer["choices"][0]["logprobs"]["content"][0]

@@ -1,0 +1,135 @@
+"""A streamed answer over HTTP: server-sent events, silence filled with comments, an honest end.
+
+The answer begins with the first token (or after `keep_alive_s` of silence): a failure before that is an ordinary
+HTTP error, a later one an `error` event without `[DONE]`.  `[DONE]` follows the durable record of every sample.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+
+import msgspec
+from rollgrid_contracts.failures import Boundary, ErrorCode
+from rollgrid_contracts.jobs import Reply
+from rollgrid_rendering.renderer import Renderer
+from rollgrid_runtime.errors import RollgridError
+from rollgrid_runtime.logging import get_logger
+from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
+
+from .chunks import Chunk, Chunks
+from .door import ClientGone, Parts, request_id, until_disconnect
+from .envelope import error_answer
+from .replies import Collected, expired
+from .stream_call import StreamCall
+from .submission import Accepted, Submission
+
+log = get_logger(__name__)
+KEEP_ALIVE = b": keep-alive\n\n"
+DONE = b"data: [DONE]\n\n"
+HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
+_encode = msgspec.json.Encoder().encode
+
+
+def events(chunks: list[Chunk]) -> bytes:
+    return b"".join(b"data: %b\n\n" % _encode(chunk) for chunk in chunks)
+
+
+class _Sender:
+    """The client's end: started by the first bytes; who takes nothing for `stall_s` is gone."""
+
+    def __init__(self, send: Send, stall_s: float) -> None:
+        self._send, self._stall_s = send, stall_s
+        self.started = False
+        self.last = time.monotonic()
+
+    async def send(self, data: bytes, *, more: bool = True) -> None:
+        """Raises ClientGone."""
+        try:
+            async with asyncio.timeout(self._stall_s):
+                if not self.started:
+                    self.started = True
+                    await self._send({"type": "http.response.start", "status": 200, "headers": list(HEADERS)})
+                await self._send({"type": "http.response.body", "body": data, "more_body": more})
+        except (TimeoutError, OSError) as error:
+            raise ClientGone from error
+        self.last = time.monotonic()
+
+
+class StreamAnswer:
+    """An ASGI response.  Raises RollgridError while nothing was sent."""
+
+    def __init__(
+        self, door: Parts, request: Request, submission: Submission, chunks: Chunks, renderer: Renderer, *, exact: bool
+    ) -> None:
+        self._door, self._request, self._submission = door, request, submission
+        self._call = StreamCall(
+            submission,
+            chunks,
+            renderer,
+            exact=exact,
+            whole=submission.reply is not Reply.STREAM,
+            backlog=door.settings.stream_backlog_tokens,
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        door, call = self._door, self._call
+        sender = _Sender(send, door.settings.stream_stall_s)
+        groups = self._submission.groups
+        sizes = {group_id: group.n for group_id, group in zip(self._submission.group_ids, groups, strict=True)}
+        call.answers = not self._submission.idempotent
+        async with door.held(), door.replies.listening(sizes, call) as collected:
+            accepted = await door.handler.submit(self._submission)
+            call.answers = accepted.fresh
+            try:
+                await until_disconnect(self._request, self._serve(collected, accepted, sender))
+            except ClientGone:
+                await self._give_up(accepted, "the client disconnected")
+                if not sender.started:
+                    gone = "the client disconnected"
+                    raise RollgridError(ErrorCode.CANCELLED, gone, boundary=Boundary.CLIENT) from None
+            except RollgridError as error:
+                if not call.ended:
+                    await self._give_up(accepted, "another sample of its call failed")
+                if not sender.started:
+                    raise
+                log.info("stream_ended_early", code=error.code, error=error.message)
+                last = b"data: %b\n\n" % _encode(error_answer(error, request_id(self._request)))
+                with contextlib.suppress(ClientGone):
+                    await sender.send(last, more=False)
+
+    async def _serve(self, collected: Collected, accepted: Accepted, sender: _Sender) -> None:
+        """Until the last choice has ended.  Raises RollgridError, ClientGone."""
+        settings, call = self._door.settings, self._call
+        give_up = time.monotonic() + accepted.deadline - time.time() + settings.reply_grace_s
+        look_up = time.monotonic() + (settings.reply_poll_s if accepted.fresh else 0.0)
+        while True:
+            due = min(look_up, sender.last + settings.keep_alive_s, give_up)
+            if await call.heard(due - time.monotonic()):
+                look_up = time.monotonic() + settings.reply_poll_s
+            elif time.monotonic() >= look_up:
+                await self._door.replies.read_records(collected, self._submission.tenant)
+                look_up = time.monotonic() + settings.reply_poll_s
+            data = events(call.chunks(collected))
+            if call.ended:
+                await sender.send(data + DONE, more=False)
+                return
+            if data:
+                await sender.send(data)
+            elif time.monotonic() >= give_up:
+                raise expired()
+            elif time.monotonic() - sender.last >= settings.keep_alive_s:
+                await sender.send(KEEP_ALIVE)
+
+    async def _give_up(self, accepted: Accepted, reason: str) -> None:
+        """Nobody wants the rest, unless the call has a key: then its client may come back."""
+        if not self._submission.idempotent:
+            await self._door.handler.cancel(
+                self._submission.tenant, self._submission.run, accepted.batch_id, reason=reason
+            )
