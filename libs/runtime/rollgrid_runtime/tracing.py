@@ -65,7 +65,8 @@ class Recorder:
 
     def __init__(self, service: str, instance: str, exporters: dict[str, SpanExporter]) -> None:
         self._ids = _Ids()
-        resource = Resource.create({"service.name": f"rollgrid-{service}", "service.instance.id": instance})
+        name = f"rollgrid-{service.replace('_', '-')}"
+        resource = Resource.create({"service.name": name, "service.instance.id": instance})
         self._provider = TracerProvider(
             sampler=ALWAYS_ON, resource=resource, id_generator=self._ids, shutdown_on_exit=False
         )

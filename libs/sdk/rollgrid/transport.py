@@ -21,6 +21,7 @@ from rollgrid_contracts import codec
 
 from .discovery import Endpoint
 from .errors import DeadlineExceeded, RollgridAPIError, RollgridError, Unreachable, api_error
+from .tracing import traceparent
 
 T = TypeVar("T")
 
@@ -117,7 +118,12 @@ def _headers(endpoint: Endpoint) -> dict[str, str]:
 
 
 def _attempt_headers(call: Call[Any], attempts: Attempts) -> dict[str, str]:
-    return {**call.headers, **({"x-rollgrid-retry-count": str(attempts.made)} if attempts.made else {})}
+    headers = dict(call.headers)
+    if attempts.made:
+        headers["x-rollgrid-retry-count"] = str(attempts.made)
+    if call.method == "POST" and (context := traceparent()) is not None:
+        headers["traceparent"] = context
+    return headers
 
 
 def _content_type(response: httpx2.Response) -> str:
