@@ -50,6 +50,11 @@ def group_id(tenant: str, run: str, key: str, position: int) -> str:
     return _digest_id("g", tenant, run, key, str(position))
 
 
+def post_id(tenant: str, key: str, position: int) -> str:
+    """Names the rewards posted onto the group at `position` of one request: a repeat is known by it."""
+    return _digest_id("w", tenant, key, str(position))
+
+
 def idempotency_key(tenant: str, key: str) -> str:
     """The key of a client's idempotency record in the `rg_idem` bucket."""
     return _digest_id("i", tenant, key)

@@ -165,6 +165,15 @@ class ArchiveReader:
             after = manifest.last
         return PostsPage(posts, after, True)
 
+    async def post_keys(self, tenant: str, run: str, after: int) -> dict[str, int]:
+        """Sequence by key of every archived post onto `run` behind `after`, from the manifests alone."""
+        found: dict[str, int] = {}
+        while (manifest := await self.manifests.covering(after + 1)) is not None:
+            for post in posts_of(manifest, tenant, run, after):
+                found.setdefault(post.key, post.sequence)
+            after = manifest.last
+        return found
+
     async def _posts(
         self, manifest: ArchiveManifest, tenant: str, run: str, after: int, limit: int
     ) -> list[tuple[int, RewardsPosted]]:

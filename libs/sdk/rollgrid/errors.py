@@ -132,6 +132,10 @@ class IdempotencyConflict(InvalidRequest):
     """The idempotency key was used before, with another body."""
 
 
+class GroupNotClosed(RollgridAPIError):
+    """The group has not closed yet, so nothing can be posted onto its samples."""
+
+
 class Unauthenticated(RollgridAPIError):
     """No API key, or an unknown one."""
 
@@ -186,6 +190,7 @@ _BY_CODE: dict[str, type[RollgridAPIError]] = {
     "forbidden": Forbidden,
     "not_found": NotFound,
     "model_not_found": ModelNotFound,
+    "group_open": GroupNotClosed,
     "version_unavailable": VersionUnavailable,
     "version_gone": VersionGone,
     "queue_full": QueueFull,

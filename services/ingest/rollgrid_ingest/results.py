@@ -111,12 +111,19 @@ class Results:
                 if not found.records:
                     await tail.wait(min(idle_s, FALLBACK_WAKE_S))
 
-    async def at(self, tenant: str, run: str, sequence: int) -> GroupClosed | None:
-        """The group closed at this sequence, None when neither stream nor archive has it for this tenant."""
+    async def at(self, tenant: str, run: str | None, sequence: int) -> GroupClosed | None:
+        """The group closed at this sequence, None when neither stream nor archive has it for this tenant.
+
+        Without a `run` it may be any of the tenant's.
+        """
         stored = await self._bus.stored(TRAJECTORIES.name, sequence)
         if stored is None:
             return await self._archive.get(tenant, sequence)
-        if stored.subject != subjects.trajectories(tenant, run):
+        subject = stored.subject or ""
+        if subjects.is_rewards(subject):
+            return None
+        owner, found = subjects.run_of_trajectory(subject)
+        if owner != tenant or run not in (None, found):
             return None
         headers = stored.headers or {}
         data = await self._bus.resolve(stored.data or b"", headers)
@@ -210,5 +217,6 @@ def _follows(stored: Stored, cursor: int) -> bool:
     return False
 
 
-def not_found(what: str, name: str) -> RollgridError:
-    return RollgridError(ErrorCode.NOT_FOUND, f"no such {what}: {name[:80]}", boundary=Boundary.CLIENT, field=what)
+def not_found(what: str, name: str, field: str | None = None) -> RollgridError:
+    message = f"no such {what}: {name[:80]}"
+    return RollgridError(ErrorCode.NOT_FOUND, message, boundary=Boundary.CLIENT, field=field or what)

@@ -17,6 +17,7 @@ from .door import Parts, caller_of, json_response, msgpack_response, parts, prin
 from .idempotency import with_body_key
 from .openapi import described
 from .results import ReadScope, ResultPage, not_found
+from .rewards_schema import GroupAnswer
 from .rollout_schema import (
     AcceptedAnswer,
     CancelAnswer,
@@ -207,7 +208,7 @@ async def _events(request: Request, scope: ReadScope, cursor: int, limit: int) -
                 return
 
 
-@router.get("/v1/groups/{group_id}", **described("One group", answer=PageItem))
+@router.get("/v1/groups/{group_id}", **described("One group", answer=GroupAnswer))
 async def get_group(request: Request, group_id: str) -> Response:
     door, who = parts(request), principal(request, Scope.READ)
     status: GroupStatus | None = None
@@ -228,4 +229,5 @@ async def get_group(request: Request, group_id: str) -> Response:
     record = await door.results.at(who.tenant, status.run, status.closed_seq)
     if record is None or record.tenant != who.tenant or record.group_id != group_id:
         raise not_found("group", group_id)
-    return json_response(PageItem(cursor=status.closed_seq, group=record))
+    posted = await door.posts.standing(who.tenant, status.run, group_id, status.closed_seq)
+    return json_response(GroupAnswer(cursor=status.closed_seq, group=record, posted_rewards=posted))

@@ -25,9 +25,11 @@ from .door import Parts
 from .fleet import Fleet
 from .handler import Handler
 from .ledger_client import LedgerClient
+from .posted_rewards import PostReader
 from .queue_door import QueueDoor
 from .replies import Replies
 from .results import Results
+from .rewards import Rewards
 from .settings import IngestSettings
 from .translate import Translator
 
@@ -66,6 +68,7 @@ class IngestService:
         handler = Handler(bus, ledger, settings, publish_timeout_s=settings.publish_timeout_s)
         self._stack.push_async_callback(handler.close)
         results = Results(bus, blobs, ledger, handler)
+        posts = PostReader(bus, blobs, results.stopping)
         self._bus = bus
         self.parts = Parts(
             settings=settings,
@@ -80,6 +83,8 @@ class IngestService:
             fleet=Fleet(bus),
             checkpoints=Checkpoints(bus, blobs, max_bytes=settings.max_upload_bytes),
             readers=Gate("max_readers", settings.max_readers),
+            rewards=Rewards(bus, ledger, results, posts, settings),
+            posts=posts,
             started_at=int(time.time()),
             problems=self.problems,
             facts=self.facts,
@@ -99,6 +104,7 @@ class IngestService:
             group.create_task(self._reload_keys())
             if self._door is not None:
                 group.create_task(self._door.run())
+            group.create_task(parts.rewards.run())
             async with server:
                 log.info("serving", host=self.settings.host, port=self.settings.port, keys=not parts.keys.open_door)
                 await asyncio.Event().wait()
