@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 
 from prometheus_client import Counter, Gauge, Histogram
-from rollgrid_contracts.samples import Sample
+from rollgrid_contracts.samples import FinishReason, Sample, SampleStatus
 
 from .jobs import HeldJob
 
-_WAITS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
+_WAITS = (0.001, 0.005, 0.025, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1800)
 
 TOKENS = Counter("rollgrid_sampler_tokens_total", "Tokens sampled")
 PROMPT_TOKENS = Counter("rollgrid_sampler_prompt_tokens_total", "Prompt tokens of samples that ended well")
@@ -59,15 +60,21 @@ def age(read: Callable[[], float]) -> Callable[[], float]:
     return lambda: time.monotonic() - at if (at := read()) else -1.0
 
 
+@functools.cache
+def _samples(status: SampleStatus, reason: FinishReason | None) -> Counter:
+    """The child of these labels: looking it up costs more than counting."""
+    return SAMPLES.labels(status.value, reason.value if reason is not None else "none")
+
+
 def ended(sample: Sample, prompt_tokens: int) -> None:
     """Count one sample by its own account."""
-    reason = sample.finish_reason.value if sample.finish_reason is not None else "none"
-    SAMPLES.labels(sample.status.value, reason).inc()
+    _samples(sample.status, sample.finish_reason).inc()
     if sample.error is not None:
         return
     TOKENS.inc(len(sample.token_ids))
     PROMPT_TOKENS.inc(prompt_tokens)
-    CACHED_TOKENS.inc(sample.cached_tokens)
+    if sample.cached_tokens:
+        CACHED_TOKENS.inc(sample.cached_tokens)
     times = sample.timings
     SLOT_WAIT.observe(max(0.0, times.started_at - times.dequeued_at))
     GENERATION.observe(max(0.0, times.finished_at - times.started_at))
