@@ -8,11 +8,19 @@ from __future__ import annotations
 import os
 import typing
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field, SecretStr
+from pydantic import Field, SecretStr, field_validator
 from pydantic.fields import FieldInfo
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, SettingsError
+from pydantic_settings import (
+    BaseSettings,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+)
+
+from .webhooks import AllowList
 
 
 class EnvironmentSettings(BaseSettings):
@@ -75,6 +83,27 @@ class S3Settings(EnvironmentSettings):
     secret_key: SecretStr | None = None
     bucket: str = "rollgrid"
     timeout_s: float = 20.0
+
+
+class WebhookSettings(EnvironmentSettings):
+    """Read by ingest, which refuses other URLs, and by the scorer, which calls them."""
+
+    model_config = SettingsConfigDict(env_prefix="ROLLGRID_WEBHOOK_", extra="ignore")
+
+    allow: Annotated[tuple[str, ...], NoDecode] = Field(
+        default=(), description="URLs that webhook scorers may call (see webhooks.py), separated by commas"
+    )
+
+    @field_validator("allow", mode="before")
+    @classmethod
+    def _split(cls, value: Any) -> Any:
+        return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
+    @field_validator("allow")
+    @classmethod
+    def _well_formed(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        AllowList(value)
+        return value
 
 
 class TraceSettings(BaseSettings):

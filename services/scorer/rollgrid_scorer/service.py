@@ -1,4 +1,4 @@
-"""Wiring of the scorer: one durable, bounded work, heartbeats for all that is held, a drain that ends it."""
+"""Wiring of the scorer: one reader and handler for each kind of scorer that this service runs."""
 
 from __future__ import annotations
 
@@ -9,42 +9,42 @@ from typing import Any
 
 from rollgrid_contracts import topology
 from rollgrid_contracts.failures import Boundary, ErrorCode
-from rollgrid_contracts.scoring import ScoreStatus
-from rollgrid_runtime.errors import BusError, ConsumerGone, RollgridError
+from rollgrid_contracts.scoring import ScorerKind, ScoreStatus
+from rollgrid_runtime.errors import BusError, RollgridError
 from rollgrid_runtime.group_commit import GroupCommit
-from rollgrid_runtime.logging import get_logger
-from rollgrid_runtime.provision import ensure_consumer
-from rollgrid_runtime.pulling import Delivery
 from rollgrid_runtime.service import connections, instance_name
+from rollgrid_runtime.settings import WebhookSettings
+from rollgrid_runtime.webhooks import AllowList
 
 from . import metrics
 from .calls import Item, Shared
-from .handler import KIND, Handler
+from .handler import Handler
 from .isolation import Pool
+from .judges import Judge
+from .reader import Reader
 from .registry import Registry
 from .settings import ScorerSettings
+from .turns import Turns
+from .verifiers import Verifiers
+from .webhook_client import WebhookClient
+from .webhooks import Webhooks
 from .workers import hide_this_process
 
-log = get_logger(__name__)
 PROBE_PERIOD_S = 5.0
 PROBE_TIMEOUT_S = 10.0
 STALE_S = 20.0
 """A part whose last proof is older than this is a problem."""
-IDLE_S = 0.25
 
 
 class ScorerService:
-    """Reads `scorer-verifier`; see `Handler` for what happens to one event."""
+    """Reads `scorer-verifier` and `scorer-webhook`; see `Handler` for what happens to one event."""
 
     name = "scorer"
 
     def __init__(self, settings: ScorerSettings) -> None:
         self.settings = settings
-        self.consumer = topology.scorer_consumer(KIND)
         self._stack = contextlib.AsyncExitStack()
-        self._held: dict[asyncio.Task[None], Delivery] = {}
-        self._stopping = False
-        self._fetched_last = asyncio.Event()
+        self._readers: list[Reader] = []
         self._proofs: dict[str, float] = {}
         self._causes: dict[str, str] = {"verifier": "not tried yet", "nats": "not tried yet", "s3": "not tried yet"}
 
@@ -60,31 +60,50 @@ class ScorerService:
         self.pool = Pool(self.settings.workers, self.settings.worker_memory_mb, self.settings.verifiers)
         self._stack.push_async_callback(self.pool.close)
         await self.pool.start()
-        await ensure_consumer(self._bus, self.consumer)
-        metrics.HELD.set_function(lambda: len(self._held))
+        metrics.HELD.set_function(lambda: sum(reader.held for reader in self._readers))
         metrics.REPLACED.set_function(lambda: self.pool.replaced)
         self._commit = GroupCommit(self._bus)
-        self._handler = Handler(self._commit, self.pool, self.registry, instance, self.settings.max_timeout_s)
+        verifiers = Verifiers(self.pool, self.registry, self.settings.max_timeout_s)
+        for judge, limit in ((verifiers, self.settings.max_events), (self._webhooks(), self.settings.webhook_events)):
+            await self._read(judge, limit, instance)
         await self._probe()
+
+    def _webhooks(self) -> Webhooks:
+        """Made even when nothing is allowed: jobs that wait for a webhook then get their refusal as a status."""
+        settings, allowed = self.settings, AllowList(WebhookSettings().allow)
+        client = WebhookClient(
+            attempts=settings.webhook_attempts, max_bytes=settings.webhook_max_bytes, ca_file=settings.webhook_ca_file
+        )
+        self._stack.push_async_callback(client.close)
+        turns = Turns(settings.webhook_events * 3 // 4, settings.webhook_share, settings.webhook_running)
+        try:
+            keys = settings.webhook_keys(allowed)
+        except ValueError as error:
+            raise RollgridError(ErrorCode.INVALID_REQUEST, str(error), boundary=Boundary.SCORER) from error
+        return Webhooks(
+            client, allowed, turns, keys, running=settings.webhook_running, max_timeout_s=settings.max_timeout_s
+        )
+
+    async def _read(self, judge: Judge, limit: int, instance: str) -> None:
+        handler = Handler(self._bus, self._commit, judge, instance)
+        reader = Reader(self._bus, topology.scorer_consumer(judge.kind), handler, limit)
+        await reader.ensure_consumer()
+        self._readers.append(reader)
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._commit.run())
-            group.create_task(self._heartbeat())
             group.create_task(self._probe_always())
-            group.create_task(self._work())
+            for reader in self._readers:
+                group.create_task(reader.run())
 
     async def drain(self) -> None:
         """Take nothing more; end what is held.  What does not end in time is redelivered."""
-        self._stopping = True
-        await self._fetched_last.wait()
-        while self._held:
-            await asyncio.wait(self._held)
+        await asyncio.gather(*(reader.drain() for reader in self._readers))
 
     async def stop(self) -> None:
-        for task in list(self._held):
-            task.cancel()
-        await asyncio.gather(*self._held, return_exceptions=True)
+        for reader in self._readers:
+            await reader.cancel()
         await self._stack.aclose()
 
     async def problems(self) -> dict[str, str]:
@@ -101,63 +120,8 @@ class ScorerService:
             "verifiers": self.registry.names,
             "workers": self.settings.workers,
             "workers_replaced": self.pool.replaced,
-            "held": len(self._held),
+            "held": sum(reader.held for reader in self._readers),
         }
-
-    # -- work ---------------------------------------------------------------------------------
-
-    async def _work(self) -> None:
-        puller = self._bus.puller(self.consumer)
-        while not self._stopping:
-            free = self.settings.max_events - len(self._held)
-            if free <= 0:
-                await asyncio.wait(self._held, return_when=asyncio.FIRST_COMPLETED)
-                continue
-            try:
-                deliveries = await puller.fetch(free, IDLE_S)
-            except ConsumerGone:
-                log.warning("consumer_gone", durable=self.consumer.durable)
-                await self._restore_consumer()
-                continue
-            except BusError as error:
-                log.warning("fetch_failed", error=error.message)
-                await asyncio.sleep(IDLE_S)
-                continue
-            for delivery in deliveries:
-                task = asyncio.create_task(self._handle(delivery))
-                self._held[task] = delivery
-                task.add_done_callback(self._held.pop)
-        with contextlib.suppress(BusError):
-            await puller.close()
-        self._fetched_last.set()
-
-    async def _handle(self, delivery: Delivery) -> None:
-        try:
-            await self._handler.handle(delivery)
-        except asyncio.CancelledError:
-            with contextlib.suppress(BusError):
-                await delivery.nak()
-            raise
-        except BusError as error:  # the ack did not go out: the event comes again, its msg-id stays
-            log.warning("ack_failed", sequence=delivery.sequence, error=error.message)
-
-    async def _restore_consumer(self) -> None:
-        try:
-            await ensure_consumer(self._bus, self.consumer)
-        except BusError as error:
-            log.warning("consumer_not_restored", error=error.message)
-            await asyncio.sleep(1)
-
-    async def _heartbeat(self) -> None:
-        """Tell the server every third of the ack-wait that what is held is being worked on."""
-        while True:
-            await asyncio.sleep(self._bus.settings.ack_wait_s / 3)
-            for delivery in list(self._held.values()):
-                try:
-                    await delivery.in_progress()
-                except BusError as error:
-                    log.warning("heartbeat_failed", error=error.message)
-                    break
 
     # -- readiness ----------------------------------------------------------------------------
 
@@ -186,8 +150,9 @@ class ScorerService:
             raise RollgridError(ErrorCode.NOT_READY, str(outcomes[0].detail), boundary=Boundary.SCORER)
 
     async def _try_nats(self) -> None:
-        if await self._bus.consumer_info(self.consumer.stream, self.consumer.durable) is None:
-            raise BusError(f"{self.consumer.stream}/{self.consumer.durable} does not exist")
+        for consumer in map(topology.scorer_consumer, (ScorerKind.VERIFIER, ScorerKind.WEBHOOK)):
+            if await self._bus.consumer_info(consumer.stream, consumer.durable) is None:
+                raise BusError(f"{consumer.stream}/{consumer.durable} does not exist")
 
     async def _try_s3(self) -> None:
         await self._blobs.probe(self.name)
