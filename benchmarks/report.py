@@ -49,6 +49,18 @@ def print_result(result: Result) -> None:
             print(f"    {name:26s} {seconds:8.2f} s {100 * seconds / total:5.1f} %")
 
 
+def missed(result: Result) -> list[str]:
+    """The budgets that this result does not keep, each with its value and setting."""
+    found = []
+    for budget in result.budgets:
+        verdict = budget.verdict(result.figures[budget.figure])
+        if verdict.startswith("MISSES"):
+            setting = " ".join(str(value) for value in result.setting.values())
+            value = result.figures[budget.figure]
+            found.append(f"{result.name} ({setting}): {budget.figure} {value:.3f} {verdict}")
+    return found
+
+
 def save(result: Result) -> Path:
     RESULTS.mkdir(exist_ok=True)
     stamp = time.strftime("%Y%m%d-%H%M%S")
