@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -62,7 +63,8 @@ def run_client(tmp_path: Path) -> Callable[..., str]:
 
     def run(client: str, command: list[str], env: Mapping[str, str]) -> str:
         folder = environment(client)
-        clean = {"PATH": f"{folder / 'bin'}:/usr/local/bin:/usr/bin:/bin", "HOME": str(Path.home()), **env}
+        clean = {name: value for name, value in os.environ.items() if not name.startswith(("ROLLGRID_", "VIRTUAL_ENV"))}
+        clean |= {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", **env}
         done = subprocess.run(
             [str(folder / "bin" / command[0]), *command[1:]],
             env=clean, cwd=tmp_path, capture_output=True, text=True, timeout=CLIENT_S, check=False,

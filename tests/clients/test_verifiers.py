@@ -43,8 +43,8 @@ def evaluated(door: Door, run_client: Callable[..., str], folder: Path, kind: st
     traces = []
     for line in lines:
         episode = json.loads(line)
-        assert episode["ok"] is True, episode["errors"]
         (trace,) = episode["traces"]
+        assert episode["ok"] is True, (episode["errors"], trace["errors"])
         assert 0 <= trace["rewards"]["letters"]["score"] <= 1
         assert trace["metrics"]["length"] > 0
         traces.append(trace)
@@ -69,8 +69,7 @@ def test_verifiers_training_client(door: Door, run_client: Callable[..., str], t
         (sampled,) = [node for node in trace["nodes"] if node["sampled"]]
         trained = [token for token, own in zip(sampled["token_ids"], sampled["mask"], strict=True) if own]
         record = records.pop(tuple(trained))
-        got = [value for value, own in zip(sampled["logprobs"], sampled["mask"], strict=True) if own]
-        assert got == pytest.approx(record["logprobs"], abs=ROUNDING)
+        assert sampled["logprobs"] == pytest.approx(record["logprobs"], abs=ROUNDING)
         before_it = [token for node in trace["nodes"] if not node["sampled"] for token in node["token_ids"]]
         prefix = [token for token, own in zip(sampled["token_ids"], sampled["mask"], strict=True) if not own]
         assert record["prompt"][: len(before_it)] == before_it

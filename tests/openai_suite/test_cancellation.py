@@ -36,7 +36,7 @@ async def test_A49_cancelling_a_waiting_call_ends_its_work(endpoint: Endpoint, a
             model=MODEL, prompt=PROMPT, max_tokens=LONG, n=SAMPLES, extra_body={"ignore_eos": True}
         )
     )
-    while endpoint.engine.running() == 0 and not call.done():  # noqa: ASYNC110 - the engine has no event
+    while endpoint.engine.running() == 0 and not call.done():
         await asyncio.sleep(0.05)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
