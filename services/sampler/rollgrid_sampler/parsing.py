@@ -14,6 +14,7 @@ import hashlib
 import importlib.util
 import json
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,8 @@ class Reading:
         self._class = parser_class(tool_parser, spec.reasoning_parser)
         self.request = chat_request(spec, tool_parser is not None)
         self.prompt = job.prompt_token_ids.tolist()
+        self.marks = frozenset(tokenizer.get_added_vocab().values())
+        """Ids by which parsers change their state; most are markers of reasoning and calls."""
         self.sampling = msgspec.structs.replace(job.sampling, skip_special_tokens=self._skips_special())
 
     def make(self) -> Any:
@@ -189,7 +192,7 @@ class StreamReader:
         self._ids: list[int] = []
         self._silent = reading.whole
         self._found = {"content": "", "reasoning": ""}
-        self._released = {"content": 0, "reasoning": 0}
+        self._shown = {"content": "", "reasoning": ""}
 
     def fresh(self) -> StreamReader:
         return StreamReader(self._reading)
@@ -216,40 +219,38 @@ class StreamReader:
 
     def _step(self, token: int, text: str) -> None:
         if self._parser is None:
-            self._add("content", text)
+            self._found["content"] += text
             return
         message = self._parser.parse_delta(text, [token], self._reading.request, self._reading.prompt, finished=False)
-        if message is None:
-            return
-        if message.tool_calls:
+        begun = False
+        for channel in ("reasoning", "content"):
+            added = getattr(message, channel, None) or ""
+            begun = begun or bool(added.strip() and not self._found[channel].strip())
+            self._found[channel] += added
+        if begun or token in self._reading.marks:
+            self._compare()
+        if message is not None and message.tool_calls:
             self._silent = True
-        self._add("reasoning", message.reasoning or "")
-        self._add("content", message.content or "")
 
-    def _add(self, channel: str, text: str) -> None:
-        if not text:
-            return
-        before = self._found[channel].strip()
-        self._found[channel] += text
-        if not before and self._found[channel].strip() and not self._agreed(channel):
-            self._found[channel], self._silent = "", True
-
-    def _agreed(self, channel: str) -> bool:
-        """Whether the final parse, so far, begins as the streamed one does (both may strip differently)."""
+    def _compare(self) -> None:
+        """Where vLLM's two parsers part, nothing more is shown: the final one decides at the end."""
         parsed = self._reading.parse(self._transcript.text, self._ids)
-        return (getattr(parsed, channel) or "").startswith(self._found[channel].rstrip())
+        for channel, found in self._found.items():
+            final, shown = getattr(parsed, channel) or "", found.rstrip()
+            if not final.startswith(shown):
+                self._found[channel] = os.path.commonprefix([final, shown])  # noqa: RUF071 - texts, not paths
+                self._silent = True
 
     def _release(self, channel: str) -> str:
         """All but the white space at the end, which the final parse may strip."""
-        text, start = self._found[channel], self._released[channel]
-        end = max(start, len(text.rstrip()))
-        self._released[channel] = end
-        return text[start:end]
+        new = self._found[channel].rstrip()[len(self._shown[channel]) :]
+        self._shown[channel] += new
+        return new
 
     def settle(self, parsed: Parsed) -> tuple[Read, Parsed]:
         rest, changed = {}, {}
         for channel in ("content", "reasoning"):
-            final, shown = getattr(parsed, channel) or "", self._found[channel][: self._released[channel]]
+            final, shown = getattr(parsed, channel) or "", self._shown[channel]
             if final.startswith(shown):
                 rest[channel] = final[len(shown) :]
             else:  # two parsers of vLLM contradict each other: what was shown stands
