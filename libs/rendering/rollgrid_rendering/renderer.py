@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from . import files
+from .token_bytes import REPLACEMENT, own_bytes
 from .messages import normalized
 from .without_torch import auto_tokenizer
 
@@ -128,3 +129,13 @@ class Renderer:
                 piece = memory[token] = self.decode([token], skip_special_tokens=False)
             found.append(piece)
         return found
+
+    def piece_bytes(self, ids: Iterable[int]) -> list[bytes]:
+        """The bytes each id stands for; those of pieces of a character have no text of their own."""
+        ids = list(ids)
+        return [
+            own_bytes(str(self._tokenizer.convert_ids_to_tokens(token))) or piece.encode()
+            if REPLACEMENT in piece
+            else piece.encode()
+            for token, piece in zip(ids, self.pieces(ids), strict=True)
+        ]

@@ -25,26 +25,35 @@ class TokenNames:
     def of(self, ids: Sequence[int]) -> list[str]:
         return [f"token_id:{token}" for token in ids] if self._as_ids else self._renderer.pieces(ids)
 
+    def bytes_of(self, ids: Sequence[int]) -> list[list[int]]:
+        return [list(each) for each in self._renderer.piece_bytes(ids)]
+
 
 def chat_logprobs(
     ids: Sequence[int], logprobs: Sequence[float], others: Alternatives, names: TokenNames, top: int
 ) -> ChatLogprobs:
     """`top` entries in each place, the sampled token first among them."""
     content: list[ChatLogprobEntry] = []
-    for token, name, logprob, row in zip(ids, names.of(ids), logprobs, others, strict=True):
+    rows = zip(ids, names.of(ids), names.bytes_of(ids), logprobs, others, strict=True)
+    for token, name, own_bytes, logprob, row in rows:
         ranked = [(token, logprob), *((other, value) for other, value in row if other != token)][:top]
         content.append(
             ChatLogprobEntry(
                 token=name,
                 logprob=logprob,
-                bytes=list(name.encode()),
-                top_logprobs=[
-                    ChatLogprob(token=other, logprob=value, bytes=list(other.encode()))
-                    for other, (_, value) in zip(names.of([each for each, _ in ranked]), ranked, strict=True)
-                ],
+                bytes=own_bytes,
+                top_logprobs=_ranked(ranked, names),
             )
         )
     return ChatLogprobs(content=content)
+
+
+def _ranked(ranked: Sequence[tuple[int, float]], names: TokenNames) -> list[ChatLogprob]:
+    ids = [token for token, _ in ranked]
+    return [
+        ChatLogprob(token=name, logprob=value, bytes=own_bytes)
+        for name, own_bytes, (_, value) in zip(names.of(ids), names.bytes_of(ids), ranked, strict=True)
+    ]
 
 
 def completion_logprobs(rows: Sequence[Row], names: TokenNames, start: int = 0) -> CompletionLogprobs:

@@ -10,9 +10,12 @@ import time
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rollgrid_rendering.files import digest_of, folder_digest, tokenizer_files
 from rollgrid_rendering.offload import RenderThreads
 from rollgrid_rendering.renderer import Renderer, RenderingError, TokenizerMismatch
+from rollgrid_rendering.token_bytes import own_bytes
 
 from tests.support.tiny_models import TinyModel, tiny_model
 
@@ -79,6 +82,17 @@ def test_pieces_decode_alone_and_unknown_ids_give_nothing(renderer: Renderer) ->
     ids = renderer.encode("the answer is 42")
     assert "".join(renderer.pieces(ids)) == "the answer is 42"
     assert renderer.pieces([10**6]) == [""]
+
+
+@given(text=st.text())
+def test_the_bytes_of_all_pieces_are_the_texts(renderer: Renderer, text: str) -> None:
+    assert b"".join(renderer.piece_bytes(renderer.encode(text, add_special_tokens=False))) == text.encode()
+
+
+def test_bytes_of_either_kind_of_vocabulary() -> None:
+    assert own_bytes("<0xC3>") == own_bytes("Ã") == b"\xc3"
+    assert own_bytes("Ġé") == b" \xe9"
+    assert own_bytes("漢") is None
 
 
 def test_the_template_refuses_as_an_error_of_its_input(renderer: Renderer) -> None:
