@@ -108,10 +108,10 @@ class Fleet:
 
     def running(self) -> int:
         fleet = self._fleet()
-        return int(fleet["queues"]["RG_JOBS"]["messages"]) + sum(worker["busy"] for worker in fleet["workers"])
+        return int(fleet["queues"]["RG_JOBS"]["messages"]) + sum(worker.get("busy", 0) for worker in fleet["workers"])
 
     def generated(self) -> int:
-        return sum(int(worker["tokens_total"]) for worker in self._fleet()["workers"])
+        return sum(int(worker.get("tokens_total", 0)) for worker in self._fleet()["workers"])
 
     def _fleet(self) -> dict[str, Any]:
         key = os.environ.get("ROLLGRID_SUITE_KEY", "any")

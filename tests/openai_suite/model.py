@@ -62,6 +62,12 @@ def suite_model() -> Path:
     return target
 
 
+def whitespace() -> list[int]:
+    """Pieces of nothing but white space, which JSON allows without end between its tokens."""
+    vocabulary = json.loads((suite_model() / "tokenizer.json").read_text())["model"]["vocab"]
+    return [token for piece, token in vocabulary.items() if set(piece) <= set("ĠĊĉč")]
+
+
 def policy_environment(aliases: Sequence[str] = ()) -> dict[str, str]:
     """What makes a stack's policy this model, with its parsers."""
     folder = str(suite_model())

@@ -43,6 +43,6 @@ def test_A49_unknown_models_are_not_found(client: OpenAI) -> None:
         client.chat.completions.create(model="nobody", messages=USER)
     assert "nobody" in str(caught.value)
     with pytest.raises(openai.NotFoundError):
-        client.completions.create(model=MODEL + "-v9", prompt="hi")
+        client.completions.create(model=MODEL + "-other", prompt="hi")
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("nobody")

@@ -11,7 +11,7 @@ import pytest
 from openai import OpenAI
 
 from .asking import Joined, chat
-from .model import EOS
+from .model import EOS, whitespace
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -39,8 +39,11 @@ NAMED: Any = {"type": "function", "function": {"name": "weather"}}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 2}}\n</tool_call>'
 
 
-FINITE: dict[str, Any] = {"logit_bias": {str(EOS): 100}, "max_tokens": 300}
-"""A random model calls on and on; this one ends where the grammar lets it."""
+FINITE: dict[str, Any] = {
+    "logit_bias": {str(EOS): 100, **{str(token): -100 for token in whitespace()}},
+    "max_tokens": 300,
+}
+"""A random model writes white space and calls without end; this one ends where the grammar lets it."""
 
 
 def forced(text: str) -> dict[str, Any]:
