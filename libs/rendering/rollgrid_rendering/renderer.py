@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from . import files
-from .token_bytes import REPLACEMENT, own_bytes
 from .messages import normalized
+from .token_bytes import REPLACEMENT, own_bytes
 from .without_torch import auto_tokenizer
 
 _OWN_ARGUMENTS = frozenset(
