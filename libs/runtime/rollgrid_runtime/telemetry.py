@@ -138,13 +138,15 @@ def current() -> Span:
     return _CURRENT.get()
 
 
-def root(name: str, caller: str | None, *, kind: str = "server", **attributes: Value | None) -> Span:
+def root(
+    name: str, caller: str | None, *, kind: str = "server", at: float | None = None, **attributes: Value | None
+) -> Span:
     """The first span of a request: below the caller's own context, else a new trace for some of them."""
     if caller is not None:
-        return _start(name, caller, kind, attributes)
+        return _start(name, caller, kind, attributes, at)
     if _recorder is None or random.random() >= _ratio:
         return OFF
-    return _recorder.start(name, None, kind, attributes)
+    return _recorder.start(name, None, kind, attributes, at)
 
 
 def start(

@@ -11,15 +11,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import Awaitable, Callable, Mapping
 
 import msgspec
 from rollgrid_contracts import ids, subjects
 from rollgrid_contracts.failures import Boundary, ErrorCode
 from rollgrid_contracts.topology import SUBMIT, submit_consumer, tenant_consumer
+from rollgrid_runtime import telemetry
 from rollgrid_runtime.bus import Bus
 from rollgrid_runtime.errors import BusError, ConsumerGone, RollgridError
-from rollgrid_runtime.logging import get_logger
+from rollgrid_runtime.logging import bound, get_logger
 from rollgrid_runtime.provision import ensure_consumer
 from rollgrid_runtime.pulling import Delivery
 from rollgrid_runtime.reading import read_after
@@ -169,7 +171,7 @@ class QueueDoor:
             for attempt, pause in enumerate(PAUSES_S):
                 try:
                     async with self._slots:
-                        await self._settle(request, attempt, again=delivery.delivered > 1 or attempt > 0)
+                        await self._traced(request, attempt, again=delivery.delivered > 1 or attempt > 0)
                     await delivery.ack()
                     return
                 except Exception as error:  # noqa: BLE001 - one message must not end the door
@@ -183,10 +185,20 @@ class QueueDoor:
         finally:
             self._held.discard(delivery)
 
+    async def _traced(self, request: QueuedRequest, attempt: int, *, again: bool) -> None:
+        """`_settle` below a span that begins where the message was stored."""
+        stream, tenant, caller = SUBMIT.name, request.tenant, telemetry.valid(request.traceparent)
+        with telemetry.root("submit", caller, kind="consumer", at=request.at, stream=stream, tenant=tenant) as span:
+            context = span.traceparent
+            telemetry.record("queue submissions", context, request.at, time.time(), kind="consumer", stream=stream)
+            with bound(tenant=tenant, trace_id=telemetry.trace_id(context)):
+                await self._settle(request, attempt, again=again)
+
     async def _settle(self, request: QueuedRequest, attempt: int, *, again: bool) -> None:
         """Store its jobs, or what closes it.  Raises RollgridError for what may pass."""
         try:
             body, caller = request.read(self._settings.max_body_bytes)
+            caller = msgspec.structs.replace(caller, traceparent=telemetry.current().traceparent)
             submission = await self._translator.rollout(body, caller)
             await self._handler.submit(msgspec.structs.replace(submission, stored=True), at=request.at, again=again)
         except RollgridError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from rollgrid_contracts.samples import SamplesFinished
-from rollgrid_contracts.topology import SAMPLES
+from rollgrid_contracts.topology import SAMPLES, Header
 from rollgrid_runtime import telemetry
 from rollgrid_runtime.pulling import Delivery
 from rollgrid_runtime.telemetry import Span
@@ -13,7 +13,8 @@ from rollgrid_runtime.telemetry import Span
 
 def scoring(delivery: Delivery, finished: SamplesFinished) -> Span:
     """From the decoded event to its end; current inside, so that verdicts and publish are below it."""
-    now, parent, group = time.time(), finished.traceparent, finished.group_id
+    now, group = time.time(), finished.group_id
+    parent = delivery.headers.get(Header.TRACEPARENT) or finished.traceparent  # of the scorer before, if there was one
     telemetry.record(
         "queue samples",
         parent,

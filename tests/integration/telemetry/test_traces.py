@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import secrets
 from typing import Any
 
 import httpx2
+import nats
 from opentelemetry import trace as otel
 from opentelemetry.sdk.trace import TracerProvider
 from rollgrid import Client
+from rollgrid_contracts import subjects
 
 from tests.integration.telemetry.collector import Collector, Received
 from tests.integration.telemetry.conftest import TOKEN_RATE
-from tests.support.stack import POLICY, Stack
+from tests.support.stack import POLICY, TENANT, Stack
 from tests.support.waiting import wait_until
 
 WHOLE = (
@@ -182,3 +186,25 @@ def test_a_collector_that_is_away_changes_nothing(pipe: Stack, otlp: Collector, 
     trace = secrets.token_hex(16)
     submit(pipe, trace=trace, run="light")
     check_chain(otlp.wait_for(trace, *WHOLE, timeout_s=60))
+
+
+async def test_a_submission_through_the_queue_is_one_trace_too(pipe: Stack, otlp: Collector) -> None:
+    trace = secrets.token_hex(16)
+    body = {
+        "policy": POLICY, "run": "queued", "tasks": [{"prompt": SECRET, "task": {"answer": "x"}}],
+        "sampling": {"max_tokens": 4}, "scorers": ["exact_match"],
+    }  # fmt: skip
+    connection = await nats.connect(pipe.nats.url, user=pipe.nats.user, password=pipe.nats.password)
+    try:
+        headers = {"traceparent": f"00-{trace}-{'c' * 16}-01", "Content-Type": "application/json"}
+        await connection.jetstream().publish(subjects.submit(TENANT), json.dumps(body).encode(), headers=headers)
+    finally:
+        await connection.close()
+    whole = ["submit", "queue submissions", *WHOLE[1:]]
+    named = {span.name: span for span in await asyncio.to_thread(otlp.wait_for, trace, *whole)}
+    assert set(named) == set(whole)
+    assert named["submit"].parent == "c" * 16
+    by_id = {span.span: span.name for span in named.values()}
+    wanted = {**PARENTS, "render prompts": "submit", "publish jobs": "submit", "queue submissions": "submit"}
+    assert {name: by_id[span.parent] for name, span in named.items() if name != "submit"} == wanted
+    assert SECRET not in repr(named)
