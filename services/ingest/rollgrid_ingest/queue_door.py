@@ -250,6 +250,8 @@ class QueueDoor:
         for found in page.messages:
             stored_ns = nanoseconds(found.headers["Nats-Time-Stamp"])
             request = QueuedRequest.of(subject, found.sequence, stored_ns, found.headers, found.data)
+            if time.time() - request.at < self._settings.queue_unknown_grace_s:
+                return
             await self._refusals.reject(request, refusal)
             metrics.QUEUED.labels("rejected").inc()
             await self._bus.delete_message(SUBMIT.name, found.sequence)

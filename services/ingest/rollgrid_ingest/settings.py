@@ -41,7 +41,9 @@ class Limits(ServiceSettings):
     interactive_deadline_s: float = Field(default=600.0, gt=0)
     batch_deadline_s: float = Field(default=24 * 3600.0, gt=0)
     max_deadline_s: float = Field(default=7 * 24 * 3600.0, gt=0)
-    scorers: tuple[str, ...] = ("exact_match", "numeric", "reasoning_gym")
+    scorers: tuple[str, ...] = (
+        "exact_match", "format", "json_schema", "length", "math", "multiple_choice", "numeric", "reasoning_gym", "regex",
+    )  # fmt: skip
     max_inflight_samples: int | None = Field(default=None, ge=1, description="of one tenant; None = unbounded")
 
 
@@ -71,6 +73,9 @@ class IngestSettings(Limits):
     )
     queue_concurrency: int = Field(default=8, ge=1, description="submissions of RG_SUBMIT handled at once")
     queue_per_tenant: int = Field(default=4, ge=1, description="of one tenant, waiting ones included")
+    queue_unknown_grace_s: float = Field(
+        default=30.0, ge=0, description="a submission to a subject of no tenant waits so long: a new key takes a moment"
+    )
     reply_poll_s: float = Field(default=2.0, gt=0, description="how often the ledger is asked for a missing reply")
     reply_grace_s: float = Field(default=10.0, ge=0, description="wait for the ledger's verdict after a deadline")
     max_upload_bytes: int = Field(default=64 * 1024 * MIB, ge=1, description="one file of a checkpoint version")

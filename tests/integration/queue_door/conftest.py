@@ -19,6 +19,7 @@ LIMITS = {"ROLLGRID_INGEST_MAX_N": "64", "ROLLGRID_INGEST_MAX_GROUPS": "256"}
 def pipe() -> Iterator[Stack]:
     env = {**LIMITS, "ROLLGRID_TRAJECTORY_LOGGER_ARCHIVE_AGE_S": "0.5"}
     env["ROLLGRID_INGEST_QUEUE_TENANTS"] = json.dumps(["local", "acme", "bolt"])
+    env["ROLLGRID_INGEST_QUEUE_UNKNOWN_GRACE_S"] = "0.2"
     with stack(scripted(samplers=1, slots=64, eos_rate=0.0, env=env)) as running:
         yield running
 

@@ -223,7 +223,7 @@ async def test_json_closes_flow_through_pages_events_archive_and_groups(queue: Q
     await queue.submit(body("flows", tasks=2, record_format="json", metadata={"text": "½"}))
     closes = await queue.closed("flows", 2)
     page = http.get("/v1/runs/flows/trajectories").json()
-    stored = [codec.to_builtins(close.record) for close in closes]
+    stored = [msgspec.json.decode(close.stored.data) for close in closes]
     assert [item["group"] for item in page["groups"]] == stored
     packed = http.get("/v1/runs/flows/trajectories", headers={"Accept": codec.MSGPACK}).content
     items = msgspec.msgpack.decode(packed)["groups"]

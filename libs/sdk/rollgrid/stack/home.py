@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import msgspec
+from rollgrid_contracts.accounts import TenantAccount
 
 from rollgrid.errors import ConfigurationError
 
@@ -111,6 +112,7 @@ class Home:
         self.state_file = root / "stack.json"
         self.keys_file = self.conf / "keys.json"
         self.config_file = self.conf / "stack-config.json"
+        self.tenants = root / "tenants"
 
     def create(self) -> None:
         """Make the folders, readable by their owner only.  Raises ConfigurationError."""
@@ -184,6 +186,37 @@ class Home:
             os.truncate(path, 0)
         except FileNotFoundError:
             return
+
+
+class TenantFile(msgspec.Struct, frozen=True, kw_only=True):
+    """`tenants/<name>.json`: what a tenant of this stack needs to know, secrets included."""
+
+    tenant: str
+    url: str = ""
+    api_key: str
+    nats_url: str = ""
+    nats_user: str
+    nats_password: str
+    followers: tuple[str, ...] = ("default",)
+
+    @property
+    def account(self) -> TenantAccount:
+        return TenantAccount(tenant=self.tenant, password=self.nats_password, followers=self.followers)
+
+
+def read_tenants(home: Home) -> list[TenantAccount]:
+    """The tenants that were added to this stack.  Raises ConfigurationError for a file nobody can read."""
+    return [found.account for found in tenant_files(home)]
+
+
+def tenant_files(home: Home) -> list[TenantFile]:
+    found: list[TenantFile] = []
+    for path in sorted(home.tenants.glob("*.json")):
+        tenant = read_json(path, TenantFile)
+        if tenant is None:
+            raise ConfigurationError(f"{path} is damaged; remove it or bring it back")
+        found.append(tenant)
+    return found
 
 
 def read_json(path: Path, kind: type[T]) -> T | None:

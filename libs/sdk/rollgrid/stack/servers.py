@@ -7,13 +7,16 @@ ROLLGRID_… form), else a program on loopback with random credentials, its data
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from urllib.parse import urlsplit
+
+from rollgrid_contracts.accounts import OPERATOR, TenantAccount, accounts_block
 
 from rollgrid.errors import ConfigurationError
 
 from . import binaries, probes
-from .home import Credentials, Home, write_private
+from .home import Credentials, Home, read_tenants, write_private
 from .parts import Part
 from .processes import port_is_free
 
@@ -26,10 +29,7 @@ NATS_CONF = """\
 server_name: rollgrid
 listen: {host}:{port}
 max_payload: 2MB
-authorization {{
-  user: "{user}"
-  password: "{password}"
-}}
+{accounts}
 jetstream {{
   store_dir: "{store}"
   sync_interval: always
@@ -69,17 +69,31 @@ def nats_part(home: Home, secrets: Credentials, port: Callable[[str], int], env:
     access = probes.NatsAccess(
         url=f"nats://{LOOPBACK}:{number}", user=secrets.nats_user, password=secrets.nats_password
     )
-    folder, conf = home.data / "nats", home.conf / "nats.conf"
+    folder = home.data / "nats"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    text = NATS_CONF.format(
-        host=LOOPBACK, port=number, user=secrets.nats_user, password=secrets.nats_password, store=folder
-    )
-    write_private(conf, text.encode())
+    conf = write_nats_conf(home, secrets, number, read_tenants(home))
     return Part(
         name="nats", kind="server", stage=0, url=access.url, exports=_nats_exports(access),
         argv=(str(binaries.nats_server()), "-c", str(conf)),
         env=clean_environment(env, GOMEMLIMIT=NATS_MEMORY), cwd=folder, probe=lambda: probes.nats(access), stop_s=20.0,
+        prepare=lambda: adopt_streams(folder),
     )  # fmt: skip
+
+
+def write_nats_conf(home: Home, secrets: Credentials, port: int, tenants: Iterable[TenantAccount]) -> Path:
+    """The server's configuration, also what a running one reads again at a SIGHUP."""
+    accounts = accounts_block(secrets.nats_user, secrets.nats_password, tenants)
+    conf = home.conf / "nats.conf"
+    text = NATS_CONF.format(host=LOOPBACK, port=port, accounts=accounts, store=home.data / "nats")
+    write_private(conf, text.encode())
+    return conf
+
+
+def adopt_streams(folder: Path) -> None:
+    """Streams of a stack that knew no accounts lie under the server's own: they become the operator's."""
+    earlier, own = folder / "jetstream" / "$G", folder / "jetstream" / OPERATOR
+    if earlier.is_dir() and not own.exists():
+        earlier.rename(own)
 
 
 def _nats_exports(access: probes.NatsAccess) -> dict[str, str]:
