@@ -167,6 +167,8 @@ class Reading:
             return Parsed(content=text, parse_status="malformed")
         if self.whole and not (content or "").strip():
             reasoning, content = None, text
+        if content and strips(parser):
+            content = content.lstrip() or None
         if self.forced is not None:
             return forced_call(self.forced, reasoning, content)
         found = tuple(
@@ -190,6 +192,7 @@ class StreamReader:
         self._transcript = reading.transcript()
         self._parser = None if reading.whole else reading.make()
         self._ids: list[int] = []
+        self._strips = strips(self._parser)
         self._silent = reading.whole
         self._found = {"content": "", "reasoning": ""}
         self._shown = {"content": "", "reasoning": ""}
@@ -225,6 +228,8 @@ class StreamReader:
         begun = False
         for channel in ("reasoning", "content"):
             added = getattr(message, channel, None) or ""
+            if self._strips and channel == "content" and not self._found[channel]:
+                added = added.lstrip()
             begun = begun or bool(added.strip() and not self._found[channel].strip())
             self._found[channel] += added
         if begun or token in self._reading.marks:
@@ -308,6 +313,13 @@ def markers(parser: Any) -> set[str]:
         return {terminals[name] for name in ENGINE_MARKERS if isinstance(terminals.get(name), str)}
     found = (getattr(tool_parser, name, None) for name in MARKERS)
     return {marker for marker in found if isinstance(marker, str) and marker}
+
+
+def strips(parser: Any) -> bool:
+    """Whether the tool parser strips content once there is a call, but not before: white space at its beginning
+    then never counts, so that a stream need not know what is to come."""
+    engine = getattr(parser and parser.tool_parser, "_parser_engine", None)
+    return bool(engine is not None and engine.parser_engine_config.strip_content_whitespace_with_tools)
 
 
 class RequiredCall(msgspec.Struct):
