@@ -78,7 +78,10 @@ def rollgrid_plan() -> Any:
         "ROLLGRID_INGEST_KEEP_ALIVE_S": "1",
     }
     cores = sorted(os.sched_getaffinity(0))
-    own = {f"sampler-{i}": {"ROLLGRID_SAMPLER_OMP_THREADS_BIND": str(cores[i % len(cores)])} for i in range(2)}
+    own = {
+        name: {"ROLLGRID_SAMPLER_OMP_THREADS_BIND": str(cores[i % len(cores)]), "ROLLGRID_SAMPLER_INSTANCE": name}
+        for i, name in enumerate(("sampler-0", "sampler-1"))
+    }
     plan = vllm(slots=SAMPLES_AT_ONCE // 2, model=BASE, env=env)
     # a short ack-wait: what a killed sampler held is delivered again soon
     return plan._replace(samplers=2, service_env=own, ack_wait_s=4.0)
@@ -112,6 +115,10 @@ class Fleet:
 
     def generated(self) -> int:
         return sum(int(worker.get("tokens_total", 0)) for worker in self._fleet()["workers"])
+
+    def busy(self) -> list[str]:
+        """The workers that generate."""
+        return [worker["worker"] for worker in self._fleet()["workers"] if worker.get("busy")]
 
     def _fleet(self) -> dict[str, Any]:
         key = os.environ.get("ROLLGRID_SUITE_KEY", "any")

@@ -1,0 +1,80 @@
+"""The worker that streams is killed: another goes on behind what was sent, and the client sees one answer."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from openai import OpenAI
+
+from tests.support.services import ServiceProcess
+from tests.support.stack import Stack
+
+from .asking import FREE, Joined, complete, ids_of
+from .endpoints import ROLLGRID, Endpoint, Fleet
+from .model import CONTEXT
+from .records import samples_of
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(400)]
+ENDPOINTS = (ROLLGRID,)
+LENGTH = CONTEXT - 300
+
+
+@pytest.fixture
+def own_stack(endpoint: Endpoint) -> Stack:
+    if endpoint.stack is None:
+        pytest.skip("the endpoint was not started by this suite, so its processes are not its to kill")
+    return endpoint.stack
+
+
+def interrupted(stream: Any, after: int, kill: Callable[[], None], *, is_chat: bool = False) -> Joined:
+    """Read the stream to its end, with `kill` in between."""
+    chunks = []
+    for number, chunk in enumerate(stream):
+        chunks.append(chunk)
+        if number == after:
+            kill()
+    return Joined(chunks, is_chat=is_chat)
+
+
+def test_I2_a_worker_killed_in_mid_stream(endpoint: Endpoint, own_stack: Stack, client: OpenAI) -> None:
+    run = f"run-{uuid.uuid4().hex[:12]}"
+    endpoint.wait_idle()
+    killed: list[ServiceProcess] = []
+
+    def kill() -> None:
+        (name,) = Fleet(endpoint.url).busy()
+        killed.append(own_stack[name])
+        own_stack[name].kill()
+
+    stream = complete(
+        client, FREE, stream=True, n=2, seed=7, logprobs=0, max_tokens=LENGTH, extra_headers={"X-Rollgrid-Run": run}
+    )
+    found = interrupted(stream, 40, kill)
+    assert killed
+    assert found.finish == {0: "length", 1: "length"}
+    records = samples_of(endpoint, run, 2)
+    for index, record in enumerate(records):
+        assert record["token_ids"] == found.token_ids[index]
+        assert record["text"] == found.text[index]
+        assert record["logprobs"] == pytest.approx(found.logprobs[index], abs=1e-6)
+        assert 0 < record["resumed_from"] < LENGTH
+        assert record["attempt"] > 1
+        assert record["worker"] != killed[0].name
+        check_whole(client, record)
+
+
+def check_whole(client: OpenAI, record: dict[str, Any]) -> None:
+    """The join is no seam: the model, asked for every token behind those before it, gives the same logprobs."""
+    prompt = [1, 40, 41, 42, 43]
+    body = complete(client, {"prompt_logprobs": 0}, prompt=prompt + record["token_ids"], max_tokens=1)
+    scored = body.choices[0].model_extra["prompt_logprobs"][len(prompt) :]
+    own = [entries[str(token)]["logprob"] for token, entries in zip(record["token_ids"], scored, strict=True)]
+    assert own == pytest.approx(record["logprobs"], abs=1e-3)
+
+
+def test_A49_the_one_that_is_left_serves_on(client: OpenAI) -> None:
+    (choice,) = complete(client, FREE).choices
+    assert len(ids_of(choice)) == 8
