@@ -8,8 +8,10 @@ Hosts are compared as text: a URL whose host is not written as in its entry is r
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
+
+import msgspec
 
 MAX_URL_CHARS = 2048
 _PORTS = {"http": 80, "https": 443}
@@ -90,6 +92,14 @@ def parse_allowed(text: str) -> Allowed:
         else:
             raise ValueError(f"the allow-list entry {url!r} has the unknown word {word!r}")
     return Allowed(url, location, private, tenant)
+
+
+class WebhookParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`ScorerSpec.params` of a webhook: where, whether the sampled ids go along, and what is sent on as it is."""
+
+    url: str
+    token_ids: bool = False
+    extra: dict[str, Any] = {}
 
 
 class AllowList:

@@ -15,6 +15,8 @@ from rollgrid_runtime.errors import RollgridError
 from rollgrid_runtime.health import http_server
 from rollgrid_runtime.logging import get_logger
 from rollgrid_runtime.service import connections, instance_name
+from rollgrid_runtime.settings import WebhookSettings
+from rollgrid_runtime.webhooks import AllowList
 
 from .admission import Gate
 from .app import create_app
@@ -30,6 +32,7 @@ from .queue_door import QueueDoor
 from .replies import Replies
 from .results import Results
 from .rewards import Rewards
+from .scorers import Scorers
 from .settings import IngestSettings
 from .translate import Translator
 
@@ -175,6 +178,7 @@ def tenants_of(keys: Keys, settings: IngestSettings) -> frozenset[str]:
     return keys.submitters | frozenset(settings.queue_tenants)
 
 
-def known_scorers(settings: IngestSettings) -> frozenset[str]:
-    """Names a job may ask for: the settings' and those of installed distributions."""
-    return frozenset(settings.scorers) | {point.name for point in entry_points(group=VERIFIERS)}
+def known_scorers(settings: IngestSettings) -> Scorers:
+    """What a job may ask for: the settings' scorers, those of installed distributions, allowed webhooks."""
+    names = {*settings.scorers, *(point.name for point in entry_points(group=VERIFIERS))}
+    return Scorers(names, AllowList(WebhookSettings().allow), settings)

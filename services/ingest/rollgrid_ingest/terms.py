@@ -1,23 +1,19 @@
-"""The terms of a request beside its prompts: scorers, weight constraints, rights, and other single values."""
+"""The terms of a request beside its prompts: weight constraints, rights, and other single values."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from enum import StrEnum
 from typing import Any
 
-from rollgrid_contracts import ids
 from rollgrid_contracts.checkpoints import PolicyState
 from rollgrid_contracts.failures import ErrorCode
 from rollgrid_contracts.jobs import Purpose, Rights, VersionRule, WeightConstraint
-from rollgrid_contracts.scoring import ScorerKind, ScorerSpec
 from rollgrid_runtime.errors import RollgridError
 
 from .openai_schema import WeightsRequest
-from .rollout_schema import RightsRequest, ScorerRequest
+from .rollout_schema import RightsRequest
 from .settings import Limits
-from .wire import at_most, check_payload, invalid, over_limit, unsupported
+from .wire import check_payload, invalid, over_limit
 
 MAX_TEXT_CHARS = 255
 
@@ -27,47 +23,6 @@ class RecordFormat(StrEnum):
 
     MSGPACK = "msgpack"
     JSON = "json"
-
-
-def scorer_specs(
-    scorers: Sequence[str | ScorerRequest], path: str, known: frozenset[str], limits: Limits
-) -> tuple[ScorerSpec, ...]:
-    """The scorers asked for, each of a known type and with a name of its own."""
-    at_most(len(scorers), path, "max_scorers", limits.max_scorers)
-    specs: list[ScorerSpec] = []
-    for i, scorer in enumerate(scorers):
-        request = ScorerRequest(type=scorer) if isinstance(scorer, str) else scorer
-        specs.append(_scorer(request, f"{path}[{i}]", known, limits))
-    names = [spec.name for spec in specs]
-    if len(set(names)) != len(names):
-        raise invalid(f"{path}: two scorers have one name", path)
-    return tuple(specs)
-
-
-def _scorer(request: ScorerRequest, path: str, known: frozenset[str], limits: Limits) -> ScorerSpec:
-    if request.type not in known:
-        names = ", ".join(sorted(known))
-        raise invalid(f"{path}.type {request.type[:80]!r} is not a known scorer ({names})", f"{path}.type", limit=names)
-    if member(ScorerKind, request.kind, f"{path}.kind", ScorerKind.VERIFIER) is not ScorerKind.VERIFIER:
-        raise unsupported(f"{path}.kind", "only verifiers are offered")
-    name = request.name if request.name is not None else request.type
-    if not ids.is_label(name):
-        raise invalid(f"{path}.name is not a usable name", f"{path}.name", limit=ids.LABEL_PATTERN)
-    weight = 1.0 if request.weight is None else request.weight
-    if not math.isfinite(weight):
-        raise invalid(f"{path}.weight is not finite", f"{path}.weight")
-    timeout_s = 10.0 if request.timeout_s is None else request.timeout_s
-    if not 0 < timeout_s <= limits.max_scorer_timeout_s:
-        limit = f"max_scorer_timeout_s={limits.max_scorer_timeout_s:g}"
-        raise over_limit(f"{path}.timeout_s", timeout_s, limit)
-    return ScorerSpec(
-        name=name,
-        type=request.type,
-        params=payload(request.params, f"{path}.params", limits),
-        weight=weight,
-        gate=bool(request.gate),
-        timeout_s=timeout_s,
-    )
 
 
 def weight_constraint(
@@ -86,6 +41,7 @@ def weight_constraint(
             f"weights: {policy.policy} has no version {found.value}, the newest published is {policy.newest}",
             field="weights" if pinned is None else "model",
             limit=f"newest={policy.newest}",
+            retryable=False,
         )
     return found
 

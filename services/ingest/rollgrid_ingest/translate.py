@@ -12,6 +12,7 @@ from rollgrid_contracts.jobs import ParsingSpec, Priority, SamplingParams
 from .prompts import Prompt
 from .rollout_schema import RolloutRequest, TaskRequest
 from .sampling import SamplingFields, merged, with_seed
+from .scorers import check_formula
 from .submission import Caller, GroupSpec, Submission
 from .terms import (
     MAX_TEXT_CHARS,
@@ -20,12 +21,11 @@ from .terms import (
     member,
     payload,
     rights_of,
-    scorer_specs,
     weight_constraint,
 )
 from .tools import AUTO, ToolPlan, parsing_spec
 from .translate_openai import MAX_CACHE_SALT_CHARS, OpenAITranslator, check_context, group_seed
-from .wire import at_most, invalid, unsupported
+from .wire import at_most, invalid
 
 
 class Translator(OpenAITranslator):
@@ -38,13 +38,11 @@ class Translator(OpenAITranslator):
             raise invalid("model and policy differ", "policy")
         model, field = (request.model, "model") if request.model is not None else (request.policy, "policy")
         policy, pinned = self._catalog.resolve(caller.tenant, model, field)
-        if request.reward_formula is not None:
-            raise unsupported("reward_formula", "the reward is the weighted sum of the scorers (weight, gate)")
         if not request.tasks:
             raise invalid("tasks is empty", "tasks")
         at_most(len(request.tasks), "tasks", "max_groups", self._limits.max_groups)
         prompts = await self._prompts.of_tasks(request.tasks, policy)
-        groups = self._task_groups(request, prompts, policy)
+        groups = self._task_groups(request, prompts, policy, caller.tenant)
         return Submission(
             tenant=caller.tenant,
             run=request.run,
@@ -66,11 +64,11 @@ class Translator(OpenAITranslator):
         )
 
     def _task_groups(
-        self, request: RolloutRequest, prompts: Sequence[Prompt], policy: PolicyState
+        self, request: RolloutRequest, prompts: Sequence[Prompt], policy: PolicyState, tenant: str
     ) -> tuple[GroupSpec, ...]:
         batch_fields = request.sampling or SamplingFields()
         batch_params: SamplingParams | None = None
-        batch_scorers = scorer_specs(request.scorers or [], "scorers", self._scorers, self._limits)
+        batch_scorers = self._scorers.specs(request.scorers or [], "scorers", tenant)
         batch_metadata = payload(request.metadata, "metadata", self._limits)
         groups: list[GroupSpec] = []
         for i, (task, prompt) in enumerate(zip(request.tasks, prompts, strict=True)):
@@ -87,6 +85,10 @@ class Translator(OpenAITranslator):
             own_n = f"{path}.n" if task.n is not None else "n"
             metadata = payload(task.metadata, f"{path}.metadata", self._limits)
             default_s = request.deadline_s if request.deadline_s is not None else self._limits.batch_deadline_s
+            scorers = batch_scorers
+            if task.scorers is not None:
+                scorers = self._scorers.specs(task.scorers, f"{path}.scorers", tenant)
+            check_formula(request.reward_formula, scorers, path)
             groups.append(
                 GroupSpec(
                     prompt_token_ids=TokenIds.of(prompt.token_ids),
@@ -99,9 +101,7 @@ class Translator(OpenAITranslator):
                         f"{path}.deadline_s" if task.deadline_s is not None else "deadline_s",
                         default_s,
                     ),
-                    scorers=batch_scorers
-                    if task.scorers is None
-                    else scorer_specs(task.scorers, f"{path}.scorers", self._scorers, self._limits),
+                    scorers=scorers,
                     task=payload(task.task, f"{path}.task", self._limits),
                     metadata={**batch_metadata, **metadata} if batch_metadata else metadata,
                     parsing=_parsing_of(task, policy),

@@ -26,6 +26,7 @@ from .openai_schema import (
 )
 from .prompts import Prompt, Prompts, token_ids
 from .sampling import Overrides, SamplingFields, checked, with_seed
+from .scorers import Scorers
 from .settings import Limits
 from .submission import Caller, GroupSpec, Submission
 from .terms import bounded_text, payload, rights_of, weight_constraint
@@ -50,7 +51,7 @@ class OpenAITranslator:
     """One method per door.  Each raises RollgridError naming field and limit."""
 
     def __init__(
-        self, catalog: Catalog, threads: RenderThreads, limits: Limits, scorers: frozenset[str], *, default_run: str
+        self, catalog: Catalog, threads: RenderThreads, limits: Limits, scorers: Scorers, *, default_run: str
     ) -> None:
         self._catalog, self._limits = catalog, limits
         self._prompts = Prompts(catalog, threads, limits)

@@ -13,17 +13,10 @@ from typing import Any
 import msgspec
 from rollgrid_contracts.samples import Sample, SamplesFinished, ScoringTask
 from rollgrid_contracts.scoring import ScorerSpec
+from rollgrid_runtime.webhooks import WebhookParams
 
 SECRET_PREFIX = "whsec_"
 MAX_TURNS = 4096
-
-
-class WebhookParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The job's `params`: where, and whether the sampled ids go along.  `extra` is sent as it is."""
-
-    url: str
-    token_ids: bool = False
-    extra: dict[str, Any] = {}
 
 
 class AskedSample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

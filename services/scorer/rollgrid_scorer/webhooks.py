@@ -13,13 +13,13 @@ from rollgrid_contracts import codec
 from rollgrid_contracts.samples import Sample, SamplesFinished, ScoringTask
 from rollgrid_contracts.scoring import Score, ScorerKind, ScorerSpec, ScoreStatus
 from rollgrid_runtime import telemetry
-from rollgrid_runtime.webhooks import Allowed, AllowList, Location
+from rollgrid_runtime.webhooks import Allowed, AllowList, Location, WebhookParams
 
 from .judges import NotNow
 from .nursery import clean
 from .turns import Turns
 from .webhook_client import CallFailed, Reply, WebhookClient
-from .webhook_wire import GivenScore, WebhookParams, WrongShape, question, read_answer, signed_headers
+from .webhook_wire import GivenScore, WrongShape, question, read_answer, signed_headers
 
 TYPE = "webhook"
 VERSION = "1"

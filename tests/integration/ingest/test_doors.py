@@ -158,10 +158,13 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str, str | None]] = {
     "rights-without-execute": ({"rights": {"purposes": ["train"]}}, 400, "invalid_request", "rights.purposes"),
     "images": ({"tasks": [{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}]}, 400, "unsupported", "tasks[0].messages[0].content"),
     "role": ({"tasks": [{"messages": [{"content": "x"}]}]}, 400, "invalid_request", "tasks[0].messages[0].role"),
-    "template": ({"tasks": [{"messages": [{"role": "user"}]}]}, 400, "invalid_request", "tasks[0]"),
+    "no-content": ({"tasks": [{"messages": [{"role": "user"}]}]}, 400, "invalid_request", "tasks[0].messages[0].content"),
     "template-option": ({"tasks": [{"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"tokenize": True}}]}, 400, "invalid_request", "tasks[0]"),
     "big-integer": ({"metadata": {"a": 2**70}}, 400, "invalid_request", "metadata"),
-    "formula": ({"reward_formula": "a+b"}, 400, "unsupported", "reward_formula"),
+    "formula": ({"reward_formula": "a+b", "scorers": ["numeric"]}, 400, "invalid_request", "reward_formula"),
+    "formula-without-scorers": ({"reward_formula": "1*a"}, 400, "invalid_request", "reward_formula"),
+    "gates-only": ({"scorers": [{"type": "numeric", "gate": True}]}, 400, "invalid_request", "scorers"),
+    "webhook": ({"scorers": [{"type": "webhook", "params": {"url": "https://a.org/"}}]}, 400, "invalid_request", "scorers[0].type"),
     "unknown": ({"colour": "red"}, 400, "unknown_field", "colour"),
     "unknown-in-task": ({"tasks": [{"prompt": "a", "colour": "red"}]}, 400, "unknown_field", "tasks[0].colour"),
     **{f"run-{bad!r}": ({"run": bad}, 400, "invalid_request", "run") for bad in ("", "a.b", "*", ">", "a b", "ü", "-a", "x" * 64, "_rejected", "a\n")},
@@ -176,7 +179,7 @@ def test_a_wrong_batch_is_refused_whole(
     assert answer.status_code == status, answer.text
     error = refusal(answer)
     assert (error["code"], error["param"]) == (code, param)
-    assert error["retryable"] is (status == 409)
+    assert error["retryable"] is False
     if code in ("limit_exceeded", "context_length_exceeded", "token_out_of_range", "version_unavailable"):
         assert error["limit"]
 
@@ -191,14 +194,11 @@ def test_refused_batches_leave_no_job(ingest: Door, http: httpx2.Client) -> None
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("stream", True),
-        ("echo", True),
         ("best_of", 3),
         ("suffix", "x"),
         ("use_beam_search", True),
-        ("prompt_logprobs", 1),
         ("truncate_prompt_tokens", 5),
-        ("structured_outputs", {"json": {}}),
+        ("vllm_xargs", {"a": 1}),
     ],
 )
 def test_completions_refuse_by_name_what_they_do_not_offer(http: httpx2.Client, field: str, value: object) -> None:
