@@ -16,17 +16,20 @@ MODEL = TinyModel(context=2048)
 
 
 class Door(NamedTuple):
-    """A running stack, the folder of the weights behind it, and the policy's name."""
+    """A running stack, the folder of the weights behind it, the policy's name, and where spans are written."""
 
     stack: Stack
     model: Path
     policy: str
+    spans: Path
 
 
 @pytest.fixture(scope="package")
-def vllm_door() -> Iterator[Door]:
-    with stack(vllm(slots=64, model=MODEL, env={"ROLLGRID_SAMPLER_KV_CACHE_BYTES": str(192 * 2**20)})) as pipe:
-        yield Door(pipe, tiny_model(MODEL), POLICY)
+def vllm_door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
+    spans = tmp_path_factory.mktemp("traces") / "spans.jsonl"
+    env = {"ROLLGRID_SAMPLER_KV_CACHE_BYTES": str(192 * 2**20), "ROLLGRID_TRACE_FILE": str(spans)}
+    with stack(vllm(slots=64, model=MODEL, env=env)) as pipe:
+        yield Door(pipe, tiny_model(MODEL), POLICY, spans)
 
 
 @pytest.fixture
