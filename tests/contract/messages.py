@@ -533,6 +533,9 @@ FULL: dict[str, Any] = {
     "idempotency_record": IdempotencyRecord(
         body_sha256="ff" * 32, run="run-1", batch_id=BATCH, key="k", groups=2, cursor=44, created_at=1.5
     ),
+    "idempotency_record.deadline": IdempotencyRecord(
+        body_sha256="ff" * 32, run="run-1", batch_id=BATCH, key="k", groups=2, cursor=44, created_at=1.5, deadline=61.5
+    ),
     "ledger_lease": LedgerLease(epoch=4, holder="logger-1", consumer="ledger-4", renewed_at=1.5),
     "cancel_work": CancelWork(group_ids=(GROUP,)),
     "drain_worker": DrainWorker(deadline=1.5),

@@ -58,7 +58,10 @@ class Suspect(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class IdempotencyRecord(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """Value of `rg_idem`: the body a client key stands for, and the batch it named."""
+    """Value of `rg_idem`: the body a client key stands for, and the batch it named.
+
+    `deadline` is the first answer's (UNIX seconds); 0 where it was not recorded.
+    """
 
     body_sha256: str
     run: str
@@ -67,6 +70,7 @@ class IdempotencyRecord(msgspec.Struct, frozen=True, omit_defaults=True, kw_only
     groups: int
     cursor: int
     created_at: float
+    deadline: float = 0.0
 
 
 class LedgerLease(msgspec.Struct, frozen=True, kw_only=True):

@@ -52,6 +52,7 @@ class RollgridError(Exception):
     """A classified failure.
 
     `field` names the offending input, `limit` the bound it broke, `retry_after_s` when to try again.
+    `retryable` where this failure differs from the others of its code.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class RollgridError(Exception):
         field: str | None = None,
         limit: str | None = None,
         retry_after_s: float | None = None,
+        retryable: bool | None = None,
     ) -> None:
         super().__init__(message)
         self.code = code
@@ -71,14 +73,11 @@ class RollgridError(Exception):
         self.field = field
         self.limit = limit
         self.retry_after_s = retry_after_s
+        self.retryable = VERDICTS[code].retryable if retryable is None else retryable
 
     @property
     def http_status(self) -> int:
         return VERDICTS[self.code].http_status
-
-    @property
-    def retryable(self) -> bool:
-        return VERDICTS[self.code].retryable
 
     def info(self) -> ErrorInfo:
         return ErrorInfo(

@@ -76,11 +76,16 @@ class Handler:
         batch_id, group_ids = submission.batch_id, submission.group_ids
         cursor, fresh = await self.cursor(), not again
         positions: Sequence[int] = range(len(group_ids))
+        deadline = now + max(group.deadline_s for group in submission.groups)
+        first_deadline = 0.0
         if submission.idempotent:
-            claim = await self._claim(submission, cursor, now)
+            claim = await self._claim(submission, cursor, now, deadline)
             fresh, cursor = fresh and claim.fresh, claim.record.cursor
+            first_deadline = claim.record.deadline
         if not fresh:
             positions = await self._missing(submission, group_ids)
+            if not positions and first_deadline:
+                deadline = first_deadline  # nothing is published anew, so the first one's holds
         with (
             bound(tenant=submission.tenant, run=submission.run, batch=batch_id),
             _span(submission, batch_id, group_ids, len(positions)) as span,
@@ -95,7 +100,7 @@ class Handler:
             run=submission.run,
             cursor=cursor,
             group_ids=tuple(group_ids),
-            deadline=now + max(group.deadline_s for group in submission.groups),
+            deadline=deadline,
             fresh=fresh,
             job_seq=job_seq,
         )
@@ -136,7 +141,7 @@ class Handler:
 
     # -- storing --------------------------------------------------------------------------------
 
-    async def _claim(self, submission: Submission, cursor: int, now: float) -> Claim:
+    async def _claim(self, submission: Submission, cursor: int, now: float, deadline: float) -> Claim:
         record = IdempotencyRecord(
             body_sha256=submission.digest,
             run=submission.run,
@@ -145,6 +150,7 @@ class Handler:
             groups=len(submission.groups),
             cursor=cursor,
             created_at=now,
+            deadline=deadline,
         )
         return await self._idempotency.claim(submission.tenant, record)
 

@@ -19,6 +19,7 @@ from rollgrid_runtime.logging import get_logger
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
+from . import metrics
 from .chunks import Chunk, Chunks
 from .door import ClientGone, Parts, request_id, until_disconnect
 from .envelope import error_answer
@@ -106,16 +107,33 @@ class StreamAnswer:
 
     async def _serve(self, collected: Collected, accepted: Accepted, sender: _Sender) -> None:
         """Until the last choice has ended.  Raises RollgridError, ClientGone."""
-        settings, call = self._door.settings, self._call
-        give_up = time.monotonic() + accepted.deadline - time.time() + settings.reply_grace_s
-        look_up = time.monotonic() + (settings.reply_poll_s if accepted.fresh else 0.0)
+        looking = asyncio.create_task(self._look_up(collected, first_s=0.0 if not accepted.fresh else None))
+        metrics.STREAMS.inc()
+        try:
+            await self._send_all(collected, accepted.deadline, sender)
+        finally:
+            metrics.STREAMS.dec()
+            looking.cancel()
+            await asyncio.gather(looking, return_exceptions=True)
+
+    async def _look_up(self, collected: Collected, *, first_s: float | None) -> None:
+        """Whatever a lost reply leaves open is read from the record: after each silence."""
+        every_s = self._door.settings.reply_poll_s
+        pause_s = every_s if first_s is None else first_s
         while True:
-            due = min(look_up, sender.last + settings.keep_alive_s, give_up)
-            if await call.heard(due - time.monotonic()):
-                look_up = time.monotonic() + settings.reply_poll_s
-            elif time.monotonic() >= look_up:
+            await asyncio.sleep(pause_s)
+            silent_s = time.monotonic() - self._call.heard_at
+            pause_s = max(every_s - silent_s, 0.0) or every_s
+            if first_s is not None or silent_s >= every_s:
+                first_s = None
                 await self._door.replies.read_records(collected, self._submission.tenant)
-                look_up = time.monotonic() + settings.reply_poll_s
+
+    async def _send_all(self, collected: Collected, deadline: float, sender: _Sender) -> None:
+        settings, call = self._door.settings, self._call
+        give_up = time.monotonic() + deadline - time.time() + settings.reply_grace_s
+        while True:
+            due = min(sender.last + settings.keep_alive_s, give_up)
+            await call.wait(due - time.monotonic())
             data = events(call.chunks(collected))
             if call.ended:
                 await sender.send(data + DONE, more=False)

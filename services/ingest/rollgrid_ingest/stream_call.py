@@ -7,6 +7,8 @@ Frames over the bound are dropped, which is a gap like any other: the record fil
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import time
 from collections import deque
 from collections.abc import Sequence
 
@@ -39,6 +41,7 @@ class StreamCall:
         self._open = len(self._streams)
         self._begun = False
         self._wake = asyncio.Event()
+        self.heard_at = time.monotonic()
         self.answers = False
         """Whether this call tells workers what was sent: not while another call streams the same groups."""
 
@@ -56,14 +59,17 @@ class StreamCall:
             metrics.FRAMES_DROPPED.inc()
             return
         self._waiting_tokens += tokens
-        self._inbox.append((choice, frame))
-        self._wake.set()
+        self._put(choice, frame)
 
     def on_sample(self, group_id: str, sample: Sample) -> None:
         choice = self._choice(group_id, sample.index)
         if choice is not None:
-            self._inbox.append((choice, sample))
-            self._wake.set()
+            self._put(choice, sample)
+
+    def _put(self, choice: int, item: TokenFrame | Sample) -> None:
+        self._inbox.append((choice, item))
+        self.heard_at = time.monotonic()
+        self._wake.set()
 
     def sent(self, group_id: str) -> StreamState | None:
         found = self._groups.get(group_id)
@@ -79,15 +85,12 @@ class StreamCall:
 
     # -- going out --------------------------------------------------------------------------------
 
-    async def heard(self, timeout_s: float) -> bool:
-        """Wait for something to come in; False when nothing did."""
-        try:
+    async def wait(self, timeout_s: float) -> None:
+        """Until something comes in, or not."""
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, timeout_s)):
                 await self._wake.wait()
-        except TimeoutError:
-            return False
         self._wake.clear()
-        return True
 
     def chunks(self, collected: Collected) -> list[Chunk]:
         """What can be sent now; with the last choice's end, the end of the stream.

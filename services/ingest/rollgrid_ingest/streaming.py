@@ -136,7 +136,7 @@ class SampleStream:
 
     def _reworded(self, frame: TokenFrame) -> Visible:
         """What the frame adds to what the client reads.  Raises StreamBroken."""
-        words = Visible(frame.text, frame.reasoning, list(frame.tool_calls))
+        words = Visible(frame.text, frame.reasoning, [{"index": i, **call} for i, call in enumerate(frame.tool_calls)])
         if self._again is None:
             self._sent.add(words)
             return words

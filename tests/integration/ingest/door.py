@@ -46,9 +46,9 @@ class Door(NamedTuple):
 
     def jobs(self) -> list[SampleGroup]:
         """Every job in RG_JOBS."""
-        return asyncio.run(self._jobs())
+        return asyncio.run(self.stored_jobs())
 
-    async def _jobs(self) -> list[SampleGroup]:
+    async def stored_jobs(self) -> list[SampleGroup]:
         async with self.connected() as bus:
             found: list[SampleGroup] = []
             sequence = 0

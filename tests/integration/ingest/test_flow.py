@@ -145,8 +145,8 @@ def test_the_openai_client_works_unmodified(pipe: Stack) -> None:
     assert len(answer.choices) == 2
     assert answer.usage is not None
     with pytest.raises(openai.BadRequestError) as refused:
-        client.completions.create(model="tiny", prompt="hello", echo=True)
-    assert refused.value.param == "echo"
+        client.completions.create(model="tiny", prompt="hello", suffix="x")
+    assert refused.value.param == "suffix"
 
 
 def test_max_tokens_defaults_to_what_the_context_leaves(http: httpx2.Client) -> None:
