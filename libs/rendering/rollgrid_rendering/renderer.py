@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from . import files
+from .least import LeastTokens
 from .messages import normalized
 from .token_bytes import REPLACEMENT, own_bytes
 from .without_torch import auto_tokenizer
@@ -25,6 +26,14 @@ class RenderingError(ValueError):
     """The tokenizer or its chat template refused the input; the message says why."""
 
 
+class TooManyTokens(RenderingError):
+    """The text has `least` tokens or more, which is over the bound: it was not tokenized."""
+
+    def __init__(self, least: int) -> None:
+        super().__init__(f"the text has {least} tokens or more")
+        self.least = least
+
+
 class TokenizerMismatch(RenderingError):
     """The folder's tokenizer is not the one that was asked for."""
 
@@ -40,6 +49,7 @@ class Renderer:
         # truncation and padding are state of the backend, off after any first call; then nothing changes it
         tokenizer("a")
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+        self._least = LeastTokens.from_backend(self._backend)
 
     @classmethod
     def load(cls, folder: Path, digest: str | None = None) -> Renderer:
@@ -67,12 +77,16 @@ class Renderer:
     def has_chat_template(self) -> bool:
         return bool(getattr(self._tokenizer, "chat_template", None))
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True, at_most: int | None = None) -> list[int]:
         """Ids of `text`, special tokens in it included; what the tokenizer's own call gives (its wrapper costs
         twice the work on a short prompt).
 
         The backend's `encode` holds the GIL all the while (1 s for a million characters, measured); its batch
-        call lets it go, and without offsets takes a third of the time."""
+        call lets it go, and without offsets takes a third of the time.
+
+        Raises TooManyTokens where it is certain beforehand that there are more than `at_most`."""
+        if at_most is not None and (least := self._least.of(text)) > at_most:
+            raise TooManyTokens(least)
         if self._backend is None:
             ids: list[int] = self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
             return ids
@@ -89,10 +103,11 @@ class Renderer:
         continue_final_message: bool = False,
         add_special_tokens: bool = False,
         options: Mapping[str, Any] | None = None,
+        at_most: int | None = None,
     ) -> tuple[str, list[int]]:
         """The chat template's text for `messages`, and its ids.  `options` reach the template as variables.
 
-        Raises RenderingError when there is no template or it refuses the messages.
+        Raises RenderingError when there is no template or it refuses the messages, TooManyTokens as `encode`.
         """
         if not self.has_chat_template:
             raise RenderingError("this model has no chat template: send prompt or prompt_token_ids")
@@ -111,7 +126,7 @@ class Renderer:
             )
         except Exception as error:  # a template is a program: whatever it raises is about its input
             raise RenderingError(f"the chat template refused the messages: {error}") from error
-        return text, self.encode(text, add_special_tokens=add_special_tokens)
+        return text, self.encode(text, add_special_tokens=add_special_tokens, at_most=at_most)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `ids`; ids the tokenizer does not know give nothing."""

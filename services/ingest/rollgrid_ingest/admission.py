@@ -1,11 +1,12 @@
-"""How much may be in flight: request bodies of this process, samples of one tenant."""
+"""How much may be in flight: requests and bodies of this process, jobs and samples of one tenant."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping
 
 import msgspec
 from rollgrid_contracts import subjects
@@ -19,6 +20,9 @@ from rollgrid_runtime.reading import Tail, read_after
 log = get_logger(__name__)
 RECOUNT_S = 30.0
 REMEMBERED_CLOSES = 50_000
+LOOK_AGE_S = 1.0
+LOOK_FROM = 0.1
+"""Share of RG_JOBS below which nobody's share of it is asked for."""
 
 
 def too_much(message: str, limit: str, retry_after_s: float = 1.0) -> RollgridError:
@@ -27,31 +31,85 @@ def too_much(message: str, limit: str, retry_after_s: float = 1.0) -> RollgridEr
 
 
 class Gate:
-    """Counts what this process holds at once; refuses instead of growing."""
+    """Counts what this process holds at once, by tenant; refuses instead of growing.
 
-    def __init__(self, name: str, limit: int) -> None:
-        self.name, self.limit, self.held = name, limit, 0
+    A tenant may hold at most `share` / (1 - `share`) times what is left free: alone it gets `share` of
+    the limit, with others less, and whatever the busy ones hold, who comes new finds room.
+    """
 
-    def check(self, amount: int = 1) -> None:
-        """Raises queue_full when there is no room for `amount`."""
-        if self.held + amount > self.limit:
-            raise too_much(f"this server holds {self.held} of {self.name}={self.limit}", f"{self.name}={self.limit}")
+    def __init__(self, name: str, limit: int, share: Callable[[], float] = lambda: 1.0) -> None:
+        """`share` is asked each time; 1 = tenants are not told apart."""
+        self.name, self.limit, self._share = name, limit, share
+        self.held = 0
+        self._tenants: Counter[str] = Counter()
 
-    def take(self, amount: int = 1) -> None:
+    def check(self, tenant: str, amount: int = 1) -> None:
+        """Raises queue_full when there is no room for `amount` more of `tenant`'s."""
+        free, limit = self.limit - self.held, f"{self.name}={self.limit}"
+        if amount > free:
+            raise too_much(f"this server holds {self.held} of {limit}", limit)
+        share = self._share()
+        if share < 1 and (self._tenants[tenant] + amount) * (1 - share) > free * share:
+            held = f"this tenant holds {self._tenants[tenant]} of {limit}"
+            raise too_much(f"{held}: what is left is for others", f"{limit}, tenant_share={share:g}")
+
+    def take(self, tenant: str, amount: int = 1) -> None:
         """Raises queue_full."""
-        self.check(amount)
+        self.check(tenant, amount)
         self.held += amount
+        self._tenants[tenant] += amount
 
-    def give(self, amount: int = 1) -> None:
+    def give(self, tenant: str, amount: int = 1) -> None:
         self.held -= amount
+        self._tenants[tenant] -= amount
+        if not self._tenants[tenant]:
+            del self._tenants[tenant]
 
     @contextlib.contextmanager
-    def holding(self, amount: int = 1) -> Iterator[None]:
-        self.take(amount)
+    def holding(self, tenant: str, amount: int = 1) -> Iterator[None]:
+        self.take(tenant, amount)
         try:
             yield
         finally:
-            self.give(amount)
+            self.give(tenant, amount)
+
+
+class JobsShare:
+    """How much of RG_JOBS one tenant may fill, by the rule of `Gate`: a flood leaves room for others.
+
+    The stream says now and then how many jobs of each tenant it holds (their size is taken to be the
+    mean); what this process adds in between is counted here.
+    """
+
+    def __init__(self, bus: Bus, share: Callable[[], float]) -> None:
+        self._bus, self._share = bus, share
+        self._bound, self._bytes, self._mean, self._looked_at = 0, 0, 0.0, float("-inf")
+        self._held: dict[str, float] = {}
+        self._added: Counter[str] = Counter()
+
+    async def check(self, tenant: str, size: int) -> None:
+        """Take room for jobs of `size` bytes.  Raises queue_full when the tenant has its share already, BusError."""
+        share = self._share()
+        if share >= 1:
+            return
+        if time.monotonic() - self._looked_at > LOOK_AGE_S:
+            await self._look()
+        free = self._bound - self._bytes - self._added.total()
+        if self._bound > 0 and free < (1 - LOOK_FROM) * self._bound:
+            if tenant not in self._held:
+                self._held[tenant] = self._mean * await self._bus.count(JOBS.name, subjects.jobs_of(tenant))
+            if (self._held[tenant] + self._added[tenant] + size) * (1 - share) > free * share:
+                limit = f"max_bytes of {JOBS.name}={self._bound}, tenant_share={share:g}"
+                raise too_much("this tenant's jobs fill its share of the queue: what is left is for others", limit)
+        self._added[tenant] += size
+
+    async def _look(self) -> None:
+        self._looked_at = time.monotonic()
+        info = await self._bus.stream_info(JOBS.name)
+        self._bound, self._bytes = int(info.config.max_bytes or 0), int(info.state.bytes)
+        self._mean = self._bytes / max(1, int(info.state.messages))
+        self._held.clear()
+        self._added.clear()
 
 
 class _OpenJob(msgspec.Struct):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import re
+from collections.abc import Iterator
+from contextvars import ContextVar
 from enum import StrEnum
 from pathlib import Path
 
@@ -25,6 +28,24 @@ class Scope(StrEnum):
     SUBMIT = "submit"
     READ = "read"
     ADMIN = "admin"
+
+
+_tenant: ContextVar[str] = ContextVar("rollgrid_tenant", default="")
+
+
+@contextlib.contextmanager
+def serving(tenant: str) -> Iterator[None]:
+    """Work done inside is this tenant's, whatever calls lie between."""
+    token = _tenant.set(tenant)
+    try:
+        yield
+    finally:
+        _tenant.reset(token)
+
+
+def tenant_served() -> str:
+    """The tenant whose work this is; empty for nobody's."""
+    return _tenant.get()
 
 
 class Principal(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,6 +110,12 @@ class Keys:
         if self._entries is None:
             return frozenset({LOCAL_TENANT})
         return frozenset(principal.tenant for _, principal in self._entries if Scope.SUBMIT in principal.scopes)
+
+    def share(self, wanted: float) -> float:
+        """The part of what is shared that one tenant may take: all of it where there is one tenant only."""
+        if self._entries is None or len({principal.tenant for _, principal in self._entries}) == 1:
+            return 1.0
+        return wanted
 
     def reload(self) -> None:
         """Read the file again if it has changed; a broken file leaves the old keys in force."""

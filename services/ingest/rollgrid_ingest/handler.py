@@ -20,7 +20,7 @@ from rollgrid_runtime.logging import bound, get_logger
 from rollgrid_runtime.telemetry import Span
 
 from . import metrics
-from .admission import TenantGauge, TenantGauges
+from .admission import JobsShare, TenantGauge, TenantGauges
 from .idempotency import Claim, Idempotency
 from .ledger_client import LedgerClient
 from .publishing import JobPublisher, jobs_of, lane_of
@@ -48,8 +48,10 @@ class KnownBatch(NamedTuple):
 
 
 class Handler:
-    def __init__(self, bus: Bus, ledger: LedgerClient, limits: Limits, *, publish_timeout_s: float) -> None:
-        self._bus, self._ledger, self._limits = bus, ledger, limits
+    def __init__(
+        self, bus: Bus, ledger: LedgerClient, limits: Limits, share: JobsShare, *, publish_timeout_s: float
+    ) -> None:
+        self._bus, self._ledger, self._limits, self._share = bus, ledger, limits, share
         self._publisher = JobPublisher(bus, publish_timeout_s)
         self._idempotency = Idempotency(bus)
         self._gauges = TenantGauges(bus, limits.max_inflight_samples)
@@ -175,16 +177,17 @@ class Handler:
         now: float,
         traceparent: str | None,
     ) -> int:
+        shard = self._limits.max_shard
+        jobs = list(
+            jobs_of(submission, batch_id, group_ids, positions, now=now, max_shard=shard, traceparent=traceparent)
+        )
+        await self._share.check(submission.tenant, sum(len(job.payload) for job in jobs))
         gauge = await self._gauges.of(submission.tenant)
         samples = {group_ids[position]: submission.groups[position].n for position in positions}
         if gauge is not None:
             gauge.reserve(samples)
         stored = False
         try:
-            shard = self._limits.max_shard
-            jobs = list(
-                jobs_of(submission, batch_id, group_ids, positions, now=now, max_shard=shard, traceparent=traceparent)
-            )
             job_seq = await self._publisher.publish(lane_of(submission), jobs)
             stored = True
         except RollgridError:

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from . import metrics
 from .admission import Gate
-from .auth import Keys
+from .auth import Keys, serving
 from .envelope import error_response, internal_error
 from .settings import IngestSettings
 
@@ -42,8 +42,12 @@ class Door:
         self._app, self._keys = app, keys
         self._max_body = settings.max_body_bytes
         self._patience_s = settings.body_timeout_s
-        self._requests = Gate("max_inflight_requests", settings.max_inflight_requests)
-        self._bytes = Gate("max_inflight_bytes", settings.max_inflight_bytes)
+
+        def share() -> float:
+            return keys.share(settings.tenant_share)
+
+        self._requests = Gate("max_inflight_requests", settings.max_inflight_requests, share)
+        self._bytes = Gate("max_inflight_bytes", settings.max_inflight_bytes, share)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -84,31 +88,33 @@ class Door:
 
     async def _admit(self, scope: Scope, headers: dict[bytes, bytes], receive: Receive, answer: _Answer) -> None:
         if scope["path"] in PUBLIC:
-            await self._bounded(scope, headers, receive, answer)
+            await self._bounded("", scope, headers, receive, answer)
             return
         authorization = headers.get(b"authorization")
         who = self._keys.authenticate(authorization.decode("latin-1") if authorization is not None else None)
         scope["state"]["principal"] = who
         telemetry.current().set(tenant=who.tenant)
-        with bound(tenant=who.tenant):
-            await self._bounded(scope, headers, receive, answer)
+        with bound(tenant=who.tenant), serving(who.tenant):
+            await self._bounded(who.tenant, scope, headers, receive, answer)
 
-    async def _bounded(self, scope: Scope, headers: dict[bytes, bytes], receive: Receive, answer: _Answer) -> None:
+    async def _bounded(
+        self, tenant: str, scope: Scope, headers: dict[bytes, bytes], receive: Receive, answer: _Answer
+    ) -> None:
         path = scope["path"]
         if scope["method"] in ("GET", "HEAD", "OPTIONS"):
             await self._app(scope, receive, answer.send)
             return
         if _UPLOAD.fullmatch(path):  # streamed to disk under a bound of its own
-            with self._requests.holding():
+            with self._requests.holding(tenant):
                 await self._app(scope, _PatientBody(receive, self._patience_s, whole=False).receive, answer.send)
             return
         size = _content_length(headers)
         if size is not None and size > self._max_body:
             await _drain(receive, self._max_body * DRAIN_FACTOR)
             raise too_large(size, self._max_body)
-        with self._requests.holding():
+        with self._requests.holding(tenant):
             patient = _PatientBody(receive, self._patience_s, whole=True)
-            body = _BoundedBody(patient.receive, self._max_body, self._bytes)
+            body = _BoundedBody(patient.receive, self._max_body, self._bytes, tenant)
             try:
                 await self._app(scope, body.receive, answer.send)
             finally:
@@ -149,10 +155,10 @@ class _PatientBody:
 
 
 class _BoundedBody:
-    """Counts a body as it comes, against the bound of one request and of the whole process."""
+    """Counts a body as it comes, against the bound of one request, of its tenant and of the whole process."""
 
-    def __init__(self, receive: Receive, limit: int, held: Gate) -> None:
-        self._receive, self._limit, self._gate = receive, limit, held
+    def __init__(self, receive: Receive, limit: int, held: Gate, tenant: str) -> None:
+        self._receive, self._limit, self._gate, self._tenant = receive, limit, held, tenant
         self._size = 0
 
     async def receive(self) -> Message:
@@ -162,12 +168,12 @@ class _BoundedBody:
             if self._size + chunk > self._limit:
                 await _drain(self._receive, self._limit * DRAIN_FACTOR)
                 raise too_large(self._size + chunk, self._limit)
-            self._gate.take(chunk)
+            self._gate.take(self._tenant, chunk)
             self._size += chunk
         return message
 
     def close(self) -> None:
-        self._gate.give(self._size)
+        self._gate.give(self._tenant, self._size)
         self._size = 0
 
 

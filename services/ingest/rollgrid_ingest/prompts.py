@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from rollgrid_contracts.checkpoints import PolicyState
 from rollgrid_contracts.failures import ErrorCode
 from rollgrid_rendering.offload import RenderThreads
-from rollgrid_rendering.renderer import Renderer, RenderingError
+from rollgrid_rendering.renderer import Renderer, RenderingError, TooManyTokens
 from rollgrid_runtime import telemetry
 from rollgrid_runtime.errors import RollgridError
 
@@ -68,9 +68,13 @@ class Prompts:
         if kinds != {str}:
             raise invalid(f"{field} mixes texts and token ids", field)
         special = add_special_tokens is not False
-        work = [lambda text=text: Prompt(renderer.encode(text, add_special_tokens=special), text) for text in items]
+        most = policy.max_model_len
+        work = [
+            lambda text=text: Prompt(renderer.encode(text, add_special_tokens=special, at_most=most), text)
+            for text in items
+        ]
         fields = [field] if len(items) == 1 else [f"{field}[{i}]" for i in range(len(items))]
-        return await self._rendered(work, fields, short=sum(map(len, items)) <= INLINE_CHARS)
+        return await self._rendered(work, fields, policy, short=sum(map(len, items)) <= INLINE_CHARS)
 
     async def of_chat(
         self, request: ChatRequest, tools: tuple[dict[str, Any], ...], options: dict[str, Any], policy: PolicyState
@@ -97,11 +101,12 @@ class Prompts:
                 continue_final_message=goes_on,
                 add_special_tokens=special,
                 options=options,
+                at_most=policy.max_model_len,
             )
             return Prompt(found, text, messages)
 
         size = sum(map(_size, messages))
-        (prompt,) = await self._rendered([render], ["messages"], short=not tools and size <= INLINE_CHARS)
+        (prompt,) = await self._rendered([render], ["messages"], policy, short=not tools and size <= INLINE_CHARS)
         return prompt
 
     async def of_tasks(self, tasks: Sequence[TaskRequest], policy: PolicyState) -> list[Prompt]:
@@ -113,7 +118,7 @@ class Prompts:
             fields.append(path)
             work.append(self._task_work(task, path, policy, renderer))
         short = all(task.messages is None for task in tasks) and _characters(tasks) <= INLINE_CHARS
-        return await self._rendered(work, fields, short=short)
+        return await self._rendered(work, fields, policy, short=short)
 
     def _task_work(self, task: TaskRequest, path: str, policy: PolicyState, renderer: Renderer) -> Callable[[], Prompt]:
         """How to render one task; refuses at once what needs no rendering."""
@@ -125,20 +130,21 @@ class Prompts:
             return lambda: found
         if task.prompt is not None:
             text, special = task.prompt, task.add_special_tokens is not False
-            return lambda: Prompt(renderer.encode(text, add_special_tokens=special), text)
+            most = policy.max_model_len
+            return lambda: Prompt(renderer.encode(text, add_special_tokens=special, at_most=most), text)
         messages = check_messages(task.messages or [], f"{path}.messages", self._limits)
         tools = check_tools(task.tools, f"{path}.tools", self._limits) if task.tools else ()
         options = task.chat_template_kwargs or {}
         check_payload(options, f"{path}.chat_template_kwargs", self._limits.max_depth)
 
         def render() -> Prompt:
-            text, token_ids = renderer.render(messages, tools=tools, options=options)
+            text, token_ids = renderer.render(messages, tools=tools, options=options, at_most=policy.max_model_len)
             return Prompt(token_ids, text, messages)
 
         return render
 
     async def _rendered(
-        self, work: Sequence[Callable[[], Prompt]], fields: Sequence[str], *, short: bool = False
+        self, work: Sequence[Callable[[], Prompt]], fields: Sequence[str], policy: PolicyState, *, short: bool = False
     ) -> list[Prompt]:
         """All of `work`: in one hop to the render threads, or here when that would cost more than the work."""
 
@@ -147,6 +153,8 @@ class Prompts:
             for task, field in zip(work, fields, strict=True):
                 try:
                     prompt = task()
+                except TooManyTokens as error:
+                    raise _too_long(f"{error.least} tokens or more", field, policy) from error
                 except RenderingError as error:
                     raise invalid(f"{field}: {error}", field) from error
                 if not prompt.token_ids:
@@ -162,9 +170,11 @@ class Prompts:
 
 
 def token_ids(ids: list[Any], field: str, policy: PolicyState) -> list[int]:
-    """`ids` as they are.  Raises empty_prompt, invalid_request, token_out_of_range."""
+    """`ids` as they are.  Raises empty_prompt, context_length_exceeded, invalid_request, token_out_of_range."""
     if not ids:
         raise _empty(field)
+    if len(ids) > policy.max_model_len:
+        raise _too_long(f"{len(ids)} tokens", field, policy)
     if set(map(type, ids)) != {int}:
         raise invalid(f"{field} must be a list of integers", field)
     check_token_ids(ids, field, policy.vocab_size)
@@ -179,6 +189,12 @@ def _size(message: dict[str, Any]) -> int:
 
 def _characters(tasks: Sequence[TaskRequest]) -> int:
     return sum(len(task.prompt) for task in tasks if task.prompt is not None)
+
+
+def _too_long(tokens: str, field: str, policy: PolicyState) -> RollgridError:
+    limit = f"max_model_len={policy.max_model_len}"
+    message = f"{field} has {tokens}: more than {limit}"
+    return invalid(message, field, code=ErrorCode.CONTEXT_LENGTH_EXCEEDED, limit=limit)
 
 
 def _empty(field: str) -> RollgridError:

@@ -68,7 +68,7 @@ async def run_rewards(
     door, who = parts(request), principal(request, Scope.READ)
     _check_run(run)
     limit, wait_s = min(limit, door.settings.max_page), min(wait_s, door.settings.max_wait_s)
-    with door.readers.holding() if wait_s > 0 else contextlib.nullcontext():
+    with door.readers.holding(who.tenant) if wait_s > 0 else contextlib.nullcontext():
         page = await door.posts.page(who.tenant, run, cursor or 0, limit, wait_s)
     posts = [PostItem(cursor=sequence, post=post) for sequence, post in page.posts]
     answer = PostPageAnswer(posts=posts, cursor=page.cursor, done=False)

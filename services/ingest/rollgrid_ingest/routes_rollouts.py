@@ -172,13 +172,13 @@ async def _read(
             if not (last.isascii() and last.isdigit() and len(last) < 19):
                 raise invalid("Last-Event-ID is not a cursor of this stream", "Last-Event-ID")
             cursor = int(last)
-        door.readers.check()
+        door.readers.check(scope.tenant)
         events = _events(request, scope, start if cursor is None else cursor, limit)
         return StreamingResponse(
             events, media_type=EVENTS, headers={"cache-control": "no-store", "x-accel-buffering": "no"}
         )
     wait_s = min(wait_s, door.settings.max_wait_s)
-    with door.readers.holding() if wait_s > 0 else contextlib.nullcontext():
+    with door.readers.holding(scope.tenant) if wait_s > 0 else contextlib.nullcontext():
         page = await door.results.page(scope, start if cursor is None else cursor, limit, wait_s)
     return _page_response(page, codec.MSGPACK in accept)
 
@@ -194,7 +194,7 @@ def _page_response(page: ResultPage, packed: bool) -> Response:
 async def _events(request: Request, scope: ReadScope, cursor: int, limit: int) -> AsyncIterator[bytes]:
     """`group` events with their cursor as id; a comment in silence; `end` when the batch has no more to come."""
     door = parts(request)
-    with door.readers.holding():
+    with door.readers.holding(scope.tenant):
         yield b": rollgrid trajectories\n\n"
         async for page in door.results.follow(scope, cursor, limit, door.settings.keep_alive_s):
             for record in page.records:

@@ -18,9 +18,9 @@ from rollgrid_runtime.service import connections, instance_name
 from rollgrid_runtime.settings import WebhookSettings
 from rollgrid_runtime.webhooks import AllowList
 
-from .admission import Gate
+from .admission import Gate, JobsShare
 from .app import create_app
-from .auth import Keys
+from .auth import Keys, tenant_served
 from .catalog import Catalog
 from .checkpoints import Checkpoints
 from .door import Parts
@@ -63,12 +63,16 @@ class IngestService:
         settings = self.settings
         keys = Keys.from_settings(settings)
         bus, blobs = await self._stack.enter_async_context(connections(self.instance))
-        threads = RenderThreads(settings.render_threads)
+
+        def share() -> float:
+            return keys.share(settings.tenant_share)
+
+        threads = RenderThreads(settings.render_threads, tenant_served)
         self._stack.callback(threads.close)
         catalog = Catalog(bus, blobs, threads, settings.cache_dir)
         self._stack.push_async_callback(catalog.close)
         ledger = LedgerClient(bus)
-        handler = Handler(bus, ledger, settings, publish_timeout_s=settings.publish_timeout_s)
+        handler = Handler(bus, ledger, settings, JobsShare(bus, share), publish_timeout_s=settings.publish_timeout_s)
         self._stack.push_async_callback(handler.close)
         results = Results(bus, blobs, ledger, handler)
         posts = PostReader(bus, blobs, results.stopping)
@@ -85,7 +89,7 @@ class IngestService:
             ledger=ledger,
             fleet=Fleet(bus),
             checkpoints=Checkpoints(bus, blobs, max_bytes=settings.max_upload_bytes),
-            readers=Gate("max_readers", settings.max_readers),
+            readers=Gate("max_readers", settings.max_readers, share),
             rewards=Rewards(bus, ledger, results, posts, settings),
             posts=posts,
             started_at=int(time.time()),

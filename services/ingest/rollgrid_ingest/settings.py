@@ -55,6 +55,12 @@ class IngestSettings(Limits):
     keys_file: Path | None = None
     cache_dir: Path | None = Field(default=None, description="tokenizers are kept here; None = a temporary folder")
     render_threads: int = Field(default=2, ge=1)
+    tenant_share: float = Field(
+        default=0.5,
+        gt=0,
+        le=1,
+        description="part of what is shared (requests, bytes, readers, queue) one tenant may hold",
+    )
     max_inflight_requests: int = Field(default=1024, ge=1, description="requests held at once, long polls apart")
     max_inflight_bytes: int = Field(default=256 * MIB, ge=MIB, description="request bodies held at once")
     body_timeout_s: float = Field(default=60.0, gt=0, description="for a whole body; of an upload, for each piece")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 from typing import Any
 
 import pytest
 from rollgrid_ingest.admission import Gate
-from rollgrid_ingest.auth import Keys
+from rollgrid_ingest.auth import KeyEntry, Keys
 from rollgrid_ingest.middleware import Door
 from rollgrid_ingest.settings import IngestSettings
 from rollgrid_runtime.errors import RollgridError
@@ -69,6 +70,45 @@ def door(app: Any, **changes: Any) -> Door:
 async def echo(scope: Scope, receive: Receive, send: Send) -> None:
     body = await Request(scope, receive).body()
     await Response(str(len(body)))(scope, receive, send)
+
+
+TWO_TENANTS = Keys(
+    tuple(KeyEntry(key_sha256=hashlib.sha256(name.encode()).hexdigest(), tenant=name) for name in ("alice", "bob"))
+)
+
+
+async def test_i8_a_tenants_flood_of_held_requests_leaves_room_for_another() -> None:
+    leave = asyncio.Event()
+
+    async def slow(scope: Scope, receive: Receive, send: Send) -> None:
+        await Request(scope, receive).body()
+        await leave.wait()
+        await Response("ok")(scope, receive, send)
+
+    app = Door(slow, IngestSettings(max_inflight_requests=8, max_inflight_bytes=2**20), TWO_TENANTS)
+
+    def calls(tenant: str, count: int, body: bytes) -> list[asyncio.Task[Exchange]]:
+        exchange = (Exchange(app, [body], authorization=f"Bearer {tenant}") for _ in range(count))
+        return [asyncio.create_task(one.run()) for one in exchange]
+
+    flood = calls("alice", 20, b"x")
+    await asyncio.sleep(0)  # each has its place, or its refusal, when the loop has turned
+    await asyncio.sleep(0)
+    other = calls("bob", 2, b"y")
+    leave.set()
+    assert [(await call).status for call in other] == [200, 200]
+    answers = [await call for call in flood]
+    refused = [answer for answer in answers if answer.status == 429]
+    assert len(refused) == 16
+    assert {answer.error["limit"] for answer in refused} == {"max_inflight_requests=8, tenant_share=0.5"}
+    assert {answer.header("retry-after") for answer in refused} == {"1"}
+
+
+async def test_i8_bodies_are_shared_too() -> None:
+    app = Door(echo, IngestSettings(max_body_bytes=2**20, max_inflight_bytes=2**20), TWO_TENANTS)
+    big = await Exchange(app, [b"x" * 100_000] * 6, authorization="Bearer alice").run()
+    assert (big.status, big.error["limit"]) == (429, "max_inflight_bytes=1048576, tenant_share=0.5")
+    assert (await Exchange(app, [b"x" * 100_000] * 5, authorization="Bearer alice").run()).status == 200
 
 
 async def test_a_body_in_chunks_is_counted_as_it_comes() -> None:
@@ -180,11 +220,11 @@ async def test_the_callers_request_id_is_kept_when_usable(given: str, kept: bool
 
 def test_a_gate_takes_all_or_nothing() -> None:
     gate = Gate("things", 10)
-    gate.take(6)
+    gate.take("a", 6)
     with pytest.raises(RollgridError) as refused:
-        gate.take(5)
+        gate.take("a", 5)
     assert refused.value.limit == "things=10"
     assert gate.held == 6
-    with gate.holding(4), pytest.raises(RollgridError):
-        gate.check()
+    with gate.holding("b", 4), pytest.raises(RollgridError):
+        gate.check("c")
     assert gate.held == 6
