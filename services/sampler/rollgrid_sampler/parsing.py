@@ -165,7 +165,7 @@ class Reading:
         except Exception as error:  # noqa: BLE001 - whatever a parser stumbles over, the sample stands
             log.warning("output_not_parsed", group=self.job.group_id, error=repr(error))
             return Parsed(content=text, parse_status="malformed")
-        if self.whole and not (content or "").strip():
+        if self.whole and not calls and not (content or "").strip():
             reasoning, content = None, text
         if content and strips(parser):
             content = content.lstrip() or None
