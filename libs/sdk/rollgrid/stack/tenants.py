@@ -28,6 +28,9 @@ from .servers import write_nats_conf
 
 RESERVED = frozenset({"local", "shared"})
 RELOAD_S = 15.0
+SETTLE_S = 0.3
+"""Given to nats-server to read its configuration before it is asked what came of it."""
+
 KEY_NAME = "rollgrid tenants"
 _NANOSECONDS = 1_000_000_000
 
@@ -63,8 +66,8 @@ class Tenants:
             write_private(self._path(name), msgspec.json.format(msgspec.json.encode(tenant)))
             self._write_keys(name, tenant.api_key)
             asyncio.run(self._make_durables(port, tenant))
-            self._reload(state, port)
-            asyncio.run(_until(lambda: _can_log_in(tenant), f"{name} can log in"))
+            self._write_conf(port)
+            asyncio.run(_until(lambda: self._is_served(state, tenant), f"{name} can read its durables"))
             return tenant, known is None
 
     def remove(self, name: str) -> bool:
@@ -76,8 +79,8 @@ class Tenants:
                 return False
             self._write_keys(name, None)
             self._path(name).unlink()
-            self._reload(state, port)
-            asyncio.run(_until(lambda: _cannot_log_in(tenant), f"{name} can no longer log in"))
+            self._write_conf(port)
+            asyncio.run(_until(lambda: self._is_gone(state, tenant), f"{name} can no longer log in"))
             asyncio.run(self._delete_durables(port, tenant))
             return True
 
@@ -126,12 +129,34 @@ class Tenants:
             )
         return state, port
 
-    def _reload(self, state: StackState, port: int) -> None:
+    def _write_conf(self, port: int) -> None:
         write_nats_conf(self._home, self._home.credentials(), port, read_tenants(self._home))
+
+    def _reload(self, state: StackState) -> None:
         server = next((part.process for part in state.parts if part.name == "nats"), None)
         if server is None or not server.alive:
             raise ConfigurationError("nats-server does not run at the moment; try again")
         os.kill(server.pid, signal.SIGHUP)
+
+    async def _is_served(self, state: StackState, tenant: TenantFile) -> bool:
+        """nats-server 2.15 resolves what a new account imports only at the reload behind its first (measured)."""
+        self._reload(state)
+        await asyncio.sleep(SETTLE_S)
+        client = await _logged_in(tenant)
+        if client is None:
+            return False
+        try:
+            return all([await _answers(client, tenant.tenant, name) for name in tenant.followers])
+        finally:
+            await client.close()
+
+    async def _is_gone(self, state: StackState, tenant: TenantFile) -> bool:
+        self._reload(state)
+        await asyncio.sleep(SETTLE_S)
+        client = await _logged_in(tenant)
+        if client is not None:
+            await client.close()
+        return client is None
 
     async def _operator(self, port: int) -> Any:
         found = self._home.credentials()
@@ -202,19 +227,26 @@ async def _call(client: Any, subject: str, body: dict[str, Any], *, absent_is_fi
         raise ConfigurationError(f"{subject}: {problem.get('description')}")
 
 
-async def _can_log_in(tenant: TenantFile) -> bool:
+async def _logged_in(tenant: TenantFile) -> Any:
+    """A connection as the tenant, None when the server refuses it."""
     from nats.errors import Error
 
     try:
-        client = await _connect(tenant.nats_url, tenant.nats_user, tenant.nats_password)
+        return await _connect(tenant.nats_url, tenant.nats_user, tenant.nats_password)
     except (Error, OSError, TimeoutError):
+        return None
+
+
+async def _answers(client: Any, tenant: str, follower: str) -> bool:
+    """Whether a pull of this durable is answered; one that is malformed takes nothing from it."""
+    from nats.errors import Error
+
+    consumer = topology.tenant_consumer(tenant, follower)
+    try:
+        await client.request(f"$JS.API.CONSUMER.MSG.NEXT.{consumer.stream}.{consumer.durable}", b"{", timeout=2)
+    except (Error, TimeoutError):
         return False
-    await client.close()
     return True
-
-
-async def _cannot_log_in(tenant: TenantFile) -> bool:
-    return not await _can_log_in(tenant)
 
 
 async def _until(condition: Callable[[], Any], what: str) -> None:
