@@ -60,7 +60,8 @@ def endpoint(name: str) -> Iterator[Endpoint]:
         yield Endpoint(name, url.rstrip("/"), Fleet(url.rstrip("/")), key=os.environ.get("ROLLGRID_SUITE_KEY", "any"))
     elif name == ROLLGRID:
         with stack(rollgrid_plan()) as pipe:
-            yield Endpoint(name, pipe.url, Fleet(pipe.url), pipe)
+            samplers = [sampler.health_url for sampler in pipe.named("sampler")]
+            yield Endpoint(name, pipe.url, VllmMetrics(*samplers), pipe)
     else:
         options = ["--enable-auto-tool-choice", "--tool-call-parser", TOOL_PARSER]
         options += ["--reasoning-parser", REASONING_PARSER, "--max-num-seqs", str(SAMPLES_AT_ONCE)]
@@ -88,19 +89,35 @@ def rollgrid_plan() -> Any:
 
 
 class VllmMetrics:
-    def __init__(self, url: str) -> None:
-        self.url = url
+    """vLLM's own counts, of its server or of rollgrid's samplers."""
+
+    def __init__(self, *urls: str) -> None:
+        self.urls = urls
 
     def running(self) -> int:
-        return int(self._sum("vllm:num_requests_running") + self._sum("vllm:num_requests_waiting"))
+        return sum(self._running(url) for url in self.urls)
 
     def generated(self) -> int:
-        return int(self._sum("vllm:generation_tokens_total"))
+        return sum(int(_sum(url, "vllm:generation_tokens_total")) for url in self.urls)
 
-    def _sum(self, name: str) -> float:
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as answer:
-            lines = answer.read().decode().splitlines()
-        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((name + "{", name + " ")))
+    def busy(self) -> list[str]:
+        """Which of them generate."""
+        return [url for url in self.urls if self._running(url)]
+
+    @staticmethod
+    def _running(url: str) -> int:
+        return int(_sum(url, "vllm:num_requests_running", "vllm:num_requests_waiting", "rollgrid_sampler_jobs_held"))
+
+
+def _sum(url: str, *names: str) -> float:
+    """Of these metrics, over all their labels; none of them there is an error."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    starts = tuple(name + end for name in names for end in "{ ")
+    found = [float(line.rpartition(" ")[2]) for line in lines if line.startswith(starts)]
+    if not found:
+        raise LookupError(f"{url} has none of {names}")
+    return sum(found)
 
 
 class Fleet:
@@ -115,10 +132,6 @@ class Fleet:
 
     def generated(self) -> int:
         return sum(int(worker.get("tokens_total", 0)) for worker in self._fleet()["workers"])
-
-    def busy(self) -> list[str]:
-        """The workers that generate."""
-        return [worker["worker"] for worker in self._fleet()["workers"] if worker.get("busy")]
 
     def _fleet(self) -> dict[str, Any]:
         key = os.environ.get("ROLLGRID_SUITE_KEY", "any")

@@ -13,7 +13,7 @@ from tests.support.services import ServiceProcess
 from tests.support.stack import Stack
 
 from .asking import FREE, Joined, complete, ids_of
-from .endpoints import ROLLGRID, Endpoint, Fleet
+from .endpoints import ROLLGRID, Endpoint, VllmMetrics
 from .model import CONTEXT
 from .records import samples_of
 
@@ -45,9 +45,9 @@ def test_I2_a_worker_killed_in_mid_stream(endpoint: Endpoint, own_stack: Stack, 
     killed: list[ServiceProcess] = []
 
     def kill() -> None:
-        (name,) = Fleet(endpoint.url).busy()
-        killed.append(own_stack[name])
-        own_stack[name].kill()
+        (busy,) = (each for each in own_stack.named("sampler") if VllmMetrics(each.health_url).running())
+        killed.append(busy)
+        busy.kill()
 
     stream = complete(
         client, FREE, stream=True, n=2, seed=7, logprobs=0, max_tokens=LENGTH, extra_headers={"X-Rollgrid-Run": run}
