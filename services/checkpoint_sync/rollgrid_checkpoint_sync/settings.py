@@ -24,10 +24,10 @@ class ModelSetting(BaseModel):
     tool_parser: str | None = Field(default=None, description="vLLM's name of its tool parser; None = no tools")
     reasoning_parser: str | None = Field(default=None, description="vLLM's name; None = reasoning is content")
 
-    @field_validator("name")
+    @field_validator("name", "tool_parser", "reasoning_parser")
     @classmethod
-    def _is_label(cls, value: str) -> str:
-        if not ids.is_label(value):
+    def _is_label(cls, value: str | None) -> str | None:
+        if value is not None and not ids.is_label(value):
             raise ValueError(f"{value!r} does not match {ids.LABEL_PATTERN}")
         return value
 

@@ -75,11 +75,12 @@ def test_the_listing() -> None:
 
 
 def test_merging() -> None:
-    fresh = msgspec.structs.replace(START, max_model_len=256, aliases=("a",))
+    fresh = msgspec.structs.replace(START, max_model_len=256, aliases=("a",), tool_parser="hermes")
     assert plan.merge(None, fresh, versions_exist=False) == fresh
     advanced = plan.adopt(START, 2, "two/")
     merged = plan.merge(advanced, fresh, versions_exist=True)
     assert (merged.desired, merged.history, merged.max_model_len, merged.aliases) == (2, (0, 2), 256, ("a",))
+    assert merged.tool_parser == "hermes", "renewed with the settings"
     other = msgspec.structs.replace(fresh, base_digest="d1")
     assert plan.merge(START, other, versions_exist=False) == other
     for existing, versions_exist in ((START, True), (advanced, False)):

@@ -108,6 +108,7 @@ def test_settings(monkeypatch: pytest.MonkeyPatch) -> None:
         '[{"name": "m", "path": "/x", "tenant": "A*"}]',
         '[{"name": "m", "path": "/x", "dtype": "int8"}]',
         '[{"name": "m", "path": "/x", "typo": 1}]',
+        '[{"name": "m", "path": "/x", "tool_parser": "no name"}]',
         '[{"name": "m", "path": "/x"}, {"name": "m", "path": "/y"}]',
     ):
         monkeypatch.setenv("ROLLGRID_CHECKPOINT_SYNC_MODELS", bad)

@@ -54,7 +54,9 @@ def test_a_policy_is_named_after_its_folder() -> None:
 
 
 def test_settings_reach_the_right_process_and_secrets_no_command_line(home: Home, model: str) -> None:
-    config = StackConfig(model=model, policy="tiny", engine="scripted", samplers=2, max_model_len=512)
+    config = StackConfig(
+        model=model, policy="tiny", engine="scripted", samplers=2, max_model_len=512, tool_parser="hermes"
+    )
     env = {"PATH": "/usr/bin", "AWS_SECRET_ACCESS_KEY": "mine", "ROLLGRID_SAMPLER_SLOTS": "7", "ROLLGRID_DRAIN_S": "3"}
     parts = parts_of(home, config, env)
     sampler = parts["sampler-1"].env
@@ -64,7 +66,7 @@ def test_settings_reach_the_right_process_and_secrets_no_command_line(home: Home
     assert sampler["ROLLGRID_NATS_URL"] == parts["nats"].url
     assert "AWS_SECRET_ACCESS_KEY" not in sampler
     assert json.loads(parts["checkpoint-sync"].env["ROLLGRID_CHECKPOINT_SYNC_MODELS"]) == [
-        {"name": "tiny", "path": model, "dtype": "float32", "max_model_len": 512}
+        {"name": "tiny", "path": model, "dtype": "float32", "max_model_len": 512, "tool_parser": "hermes"}
     ]
     secrets = home.credentials()
     words = " ".join(word for part in parts.values() for word in part.argv)
@@ -100,6 +102,7 @@ def test_a_port_asked_for_and_taken_is_refused(home: Home, model: str) -> None:
         ({"model": "/nowhere"}, "not a model folder"),
         ({"engine": "openai_http"}, "--openai-url"),
         ({"samplers": -1}, "samplers"),
+        ({"reasoning_parser": "a b"}, "parser name 'a b'"),
     ],
 )
 def test_bad_options_are_named(model: str, changes: dict[str, object], message: str) -> None:

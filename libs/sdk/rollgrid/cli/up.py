@@ -44,6 +44,8 @@ def up(
     max_model_len: Annotated[int | None, typer.Option(help="Longest prompt and output together, tokens.")] = None,
     port: Annotated[int | None, typer.Option(help="Port of the HTTP door; default 8000, or another if taken.")] = None,
     openai_url: Annotated[str | None, typer.Option(help="Running server for --engine openai_http.")] = None,
+    tool_parser: Annotated[str | None, typer.Option(help="vLLM's tool-call parser of the model, e.g. hermes.")] = None,
+    reasoning_parser: Annotated[str | None, typer.Option(help="vLLM's reasoning parser, e.g. qwen3.")] = None,
     detach: Annotated[
         bool, typer.Option("--detach", "-d", help="Return once it is ready; stop it with `rollgrid down`.")
     ] = False,
@@ -61,7 +63,8 @@ def up(
         return
     config = make_config(
         engine=engine, model=model, policy=policy, samplers=samplers, dtype=dtype, device=device,
-        max_model_len=max_model_len, port=port, openai_url=openai_url, say=screen.print,
+        max_model_len=max_model_len, port=port, openai_url=openai_url, tool_parser=tool_parser,
+        reasoning_parser=reasoning_parser, say=screen.print,
     )  # fmt: skip
     if detach:
         state = start_detached(home, config, screen)
@@ -93,6 +96,8 @@ def make_config(
     max_model_len: int | None = None,
     port: int | None = None,
     openai_url: str | None = None,
+    tool_parser: str | None = None,
+    reasoning_parser: str | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> StackConfig:
     """The options as a config, the model made if it is one of ours.  Raises ConfigurationError."""
@@ -112,6 +117,7 @@ def make_config(
     config = StackConfig(
         model=str(folder), policy=policy or (known.name if known else policy_name(folder)), engine=engine, dtype=dtype,
         device=device, samplers=samplers, max_model_len=max_model_len, port=port, openai_url=openai_url,
+        tool_parser=tool_parser, reasoning_parser=reasoning_parser,
     )  # fmt: skip
     config.check()
     return config

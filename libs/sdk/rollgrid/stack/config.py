@@ -28,6 +28,8 @@ class StackConfig(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     port: int | None = None
     openai_url: str | None = None
     s3_fsync: bool = True
+    tool_parser: str | None = None
+    reasoning_parser: str | None = None
 
     def check(self) -> None:
         """Raises ConfigurationError naming what is wrong."""
@@ -37,6 +39,9 @@ class StackConfig(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
             raise ConfigurationError("samplers must be 0 or more")
         if not is_label(self.policy):
             raise ConfigurationError(f"policy name {self.policy!r}: letters, digits, dash and underscore, at most 63")
+        for parser in (self.tool_parser, self.reasoning_parser):
+            if parser is not None and not is_label(parser):
+                raise ConfigurationError(f"parser name {parser!r}: letters, digits, dash and underscore, at most 63")
         for needed in ("config.json", "tokenizer.json"):
             if not (Path(self.model) / needed).is_file():
                 raise ConfigurationError(f"{self.model} is not a model folder: it has no {needed}")

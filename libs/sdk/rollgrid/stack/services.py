@@ -88,6 +88,8 @@ def service_rows(config: StackConfig, home: Home, suffix: str = "") -> list[Serv
     model: dict[str, object] = {"name": config.policy, "path": config.model, "dtype": config.dtype}
     if config.max_model_len:
         model["max_model_len"] = config.max_model_len
+    parsers = {"tool_parser": config.tool_parser, "reasoning_parser": config.reasoning_parser}
+    model |= {name: parser for name, parser in parsers.items() if parser}
     rows = [
         Service("checkpoint-sync", "rollgrid_checkpoint_sync", 1, {"MODELS": json.dumps([model])}),
         Service("trajectory-logger", "rollgrid_trajectory_logger", 2, {}, facts={"ledger": "active"}),
