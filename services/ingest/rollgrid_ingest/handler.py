@@ -124,7 +124,13 @@ class Handler:
         known = self.known(tenant, batch_id)
         sequence = known.job_seq if known and known.job_seq else (await self._bus.stream_info(JOBS.name)).state.last_seq
         event = GroupsCancelled(
-            tenant=tenant, run=run, batch_id=batch_id, group_ids=tuple(group_ids), job_seq=sequence, reason=reason
+            tenant=tenant,
+            run=run,
+            batch_id=batch_id,
+            group_ids=tuple(group_ids),
+            job_seq=sequence,
+            reason=reason,
+            traceparent=telemetry.current().traceparent,
         )
         subject = subjects.samples(ScorerKind.DONE, tenant)
         await self._bus.publish(subject, event, headers={Header.BATCH.value: batch_id})

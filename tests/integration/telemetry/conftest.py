@@ -11,7 +11,7 @@ from tests.integration.telemetry.collector import Collector, collector
 from tests.support.services import SERVICES
 from tests.support.stack import Stack, scripted, stack
 
-TOKEN_RATE = 200.0
+TOKEN_RATE = 100.0
 
 
 @pytest.fixture(scope="package")

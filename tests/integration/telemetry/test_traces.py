@@ -13,6 +13,8 @@ from opentelemetry import trace as otel
 from opentelemetry.sdk.trace import TracerProvider
 from rollgrid import Client
 from rollgrid_contracts import subjects
+from rollgrid_runtime import telemetry
+from rollgrid_runtime.telemetry import MAX_SAMPLE_SPANS, MAX_TRACED_GROUPS
 
 from tests.integration.telemetry.collector import Collector, Received
 from tests.integration.telemetry.conftest import TOKEN_RATE
@@ -150,9 +152,32 @@ def test_what_the_client_does_not_sample_and_what_the_ratio_leaves_out_is_not_ex
     assert {span.trace for span in otlp.spans} - before == {traced}
 
 
+def test_of_a_large_batch_the_first_groups_and_samples_are_traced(pipe: Stack, otlp: Collector, client: Client) -> None:
+    trace, groups, n = secrets.token_hex(16), MAX_TRACED_GROUPS + 2, MAX_SAMPLE_SPANS + 1
+    tasks = [{"prompt": "hi"}] * groups
+    body = {"policy": POLICY, "run": "large", "n": n, "tasks": tasks, "sampling": {"max_tokens": 1}}
+    headers = {"traceparent": f"00-{trace}-{'c' * 16}-01"}
+    batch = httpx2.post(f"{pipe.url}/v1/rollouts", json=body, headers=headers, timeout=60).json()
+    closed = {group.id: group for group in client.batch(batch["batch_id"]).groups(timeout=60)}
+    assert len(closed) == groups
+    traced, rest = batch["group_ids"][:MAX_TRACED_GROUPS], batch["group_ids"][MAX_TRACED_GROUPS:]
+    assert [str(closed[group].closed.traceparent)[-2:] for group in rest] == ["00", "00"]  # known, and not recorded
+
+    def of(name: str) -> list[object]:
+        return [span.attributes["rollgrid.group_id"] for span in otlp.of(trace) if span.name == name]
+
+    wait_until(lambda: len(of("archive group")) >= MAX_TRACED_GROUPS, 30, "archived", every_s=0.1)
+    wait_until(lambda: len(of("generate sample")) >= MAX_TRACED_GROUPS * MAX_SAMPLE_SPANS, 30, "samples", every_s=0.1)
+    later = secrets.token_hex(16)
+    submit(pipe, trace=later, run="large")
+    otlp.wait_for(later, *WHOLE)
+    assert sorted(map(str, of("archive group"))) == sorted(map(str, of("close group"))) == sorted(traced)
+    assert len(of("generate sample")) == MAX_TRACED_GROUPS * MAX_SAMPLE_SPANS
+
+
 def test_an_attempt_after_a_killed_sampler_links_to_it(pipe: Stack, otlp: Collector) -> None:
     trace = secrets.token_hex(16)
-    batch = submit(pipe, trace=trace, run="killed", max_tokens=int(2 * TOKEN_RATE))
+    batch = submit(pipe, trace=trace, run="killed", max_tokens=int(4 * TOKEN_RATE))
     found = [span for span in otlp.wait_for(trace, "queue jobs") if span.name == "queue jobs"]
     victim = next(name for name in ("sampler-0", "sampler-1") if pipe[name].readiness()[1].get("busy"))
     pipe[victim].kill()
@@ -162,6 +187,9 @@ def test_an_attempt_after_a_killed_sampler_links_to_it(pipe: Stack, otlp: Collec
     assert attempt.attributes["rollgrid.attempt"] == 2
     assert attempt.attributes["rollgrid.group_id"] == batch["group_ids"][0]
     (link,) = attempt.links
+    published = next(span.span for span in spans if span.name == "publish jobs")
+    first = telemetry.step_id(f"00-{trace}-{published}-01", batch["group_ids"][0], 0, 1)
+    assert link == f"{first:016x}"
     assert link not in {span.span for span in spans}  # the first attempt was killed before its end
     waits = {span.attributes["rollgrid.attempt"]: span for span in spans if span.name == "queue jobs"}
     assert set(waits) == {1, 2}

@@ -57,6 +57,8 @@ def test_counts_come_from_metrics_where_they_are_and_from_queues_where_not() -> 
     assert found["samples"]["per_s"] == 5
     assert found["samples"]["statuses"] == {"succeeded": 20}
     assert (found["ledger"]["open_groups"], found["ledger"]["open_jobs"], found["ledger"]["epoch"]) == (4, 5, 3)
+    assert found["ledger"]["closes_per_s"] == 0  # nothing was closed yet, and the logger says other things
+    assert found["scorer"]["held"] is None
     bare = frame(reading(104.0))
     assert bare["ledger"]["open_groups"] is None
     assert bare["samples"]["per_s"] is None

@@ -37,9 +37,13 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, tuple[tuple[str, dict[str, str], float], ...]] = {}
 
     def total(self, metric: str, **labels: str) -> float | None:
-        """The sum over all services and label values; None when nobody exports the metric."""
-        found = [value for _, value in self._of(metric, labels)]
-        return sum(found) if found else None
+        """The sum over all services and label values; None when nobody exports metrics of that part.
+
+        A counter with labels has no sample before it first counts: that is 0.
+        """
+        part = "_".join(metric.split("_", 2)[:2]) + "_"
+        known = any(name.startswith(part) for samples in self.metrics.values() for name, _, _ in samples)
+        return sum(value for _, value in self._of(metric, labels)) if known else None
 
     def by(self, metric: str, label: str) -> dict[str, float]:
         counts: Counter[str] = Counter()
