@@ -1,4 +1,4 @@
-"""Verifiers with one fault each that the kit must see, and one without any."""
+"""Verifiers with one fault each that the kit must see, one without any, and one that disagrees with it."""
 
 from __future__ import annotations
 
@@ -23,6 +23,16 @@ class Sound:
         answer = str(task.task["answer"])
         turns = tuple(None if not line.strip() else float(answer in line) for line in lines)
         return Verdict(1.0 if answer in task.text else 0.0, turn_values=turns)
+
+
+class Contrary(Sound):
+    """Another revision that thinks the opposite, where it can judge."""
+
+    version = "4"
+
+    def score(self, task: ScoreInput) -> Verdict:
+        verdict = super().score(task)
+        return verdict if verdict.invalid_output else Verdict(1.0 - verdict.value, turn_values=verdict.turn_values)
 
 
 class HashOrder(Sound):

@@ -122,6 +122,7 @@ SAMPLE_COLUMNS = (
     Column("score_names", Kind.TEXTS, False, "scorers that answered"),
     Column("score_values", Kind.NUMBERS, False, "their values, null where they gave none"),
     Column("score_statuses", Kind.TEXTS, False, "their statuses"),
+    Column("turn_values", Kind.JSON, True, "values per turn by scorer; null where no scorer gave any"),
     Column("engine", Kind.CATEGORY, False, "engine and build"),
     Column("worker", Kind.CATEGORY, False, "worker that generated it"),
     Column("started_at", Kind.FLOAT, False, "UNIX seconds; 0 = unknown"),

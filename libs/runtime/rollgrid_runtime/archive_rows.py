@@ -86,6 +86,11 @@ _OF_ENTRY: dict[str, Callable[[Entry], Any]] = {
     "score_names": lambda e: [score.scorer for score in e.scores],
     "score_values": lambda e: [score.value for score in e.scores],
     "score_statuses": lambda e: [score.status.value for score in e.scores],
+    "turn_values": lambda e: (
+        _json.encode(found)
+        if (found := {score.scorer: score.turn_values for score in e.scores if score.turn_values})
+        else None
+    ),
     "engine": lambda e: e.engine,
     "worker": lambda e: e.sample.worker,
     "started_at": lambda e: e.sample.timings.started_at,

@@ -87,6 +87,11 @@ class Sample:
         return self.entry.scores
 
     @property
+    def turn_values(self) -> dict[str, tuple[float | None, ...]]:
+        """Values per turn of those scorers that gave any, by the scorer's name; None = no verdict on that turn."""
+        return {score.scorer: score.turn_values for score in self.entry.scores if score.turn_values}
+
+    @property
     def spans(self) -> tuple[VersionSpan, ...]:
         return self.entry.sample.version_spans
 

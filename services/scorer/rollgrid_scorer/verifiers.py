@@ -31,6 +31,10 @@ class Verifiers:
     async def judge(
         self, spec: ScorerSpec, event: SamplesFinished, task: ScoringTask, samples: Sequence[Sample], sequence: int
     ) -> list[Score]:
+        return await self.scores(spec, task, samples)
+
+    async def scores(self, spec: ScorerSpec, task: ScoringTask, samples: Sequence[Sample]) -> list[Score]:
+        """A score for each of `samples`; raises IsolationError."""
         items = [item for position, sample in enumerate(samples) if (item := item_of(position, sample)) is not None]
         shared = Shared(task.prompt_text, task.messages, task.task, task.metadata)
         timeout_s = min(spec.timeout_s, self._max_timeout_s)

@@ -36,6 +36,7 @@ COMMANDS = {
     "demo": Command("demo", "demo", _STACK),
     "rollouts": Command("rollouts", "app", _WORK),
     "trajectories": Command("trajectories", "app", _WORK),
+    "verify": Command("verify", "app", _WORK),
     "tenants": Command("tenants", "app", _STACK),
 }
 

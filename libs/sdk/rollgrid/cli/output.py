@@ -42,6 +42,7 @@ class Exit(enum.IntEnum):
     REFUSED = 4
     TIMEOUT = 5
     SAMPLES_FAILED = 6
+    CHECK_FAILED = 7
     INTERRUPTED = 130
 
 
