@@ -127,7 +127,7 @@ class Replies:
 
         Raises expired when neither a reply nor a record came by `deadline` (UNIX) and some grace.
         """
-        give_up = deadline + self._grace_s
+        give_up = (max(deadline, time.time()) if ask_first else deadline) + self._grace_s
         pause = 0.0 if ask_first else self._poll_s
         while True:
             left = give_up - time.time()

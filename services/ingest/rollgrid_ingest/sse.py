@@ -110,7 +110,7 @@ class StreamAnswer:
         looking = asyncio.create_task(self._look_up(collected, first_s=0.0 if not accepted.fresh else None))
         metrics.STREAMS.inc()
         try:
-            await self._send_all(collected, accepted.deadline, sender)
+            await self._send_all(collected, accepted, sender)
         finally:
             metrics.STREAMS.dec()
             looking.cancel()
@@ -128,9 +128,12 @@ class StreamAnswer:
                 first_s = None
                 await self._door.replies.read_records(collected, self._submission.tenant)
 
-    async def _send_all(self, collected: Collected, deadline: float, sender: _Sender) -> None:
+    async def _send_all(self, collected: Collected, accepted: Accepted, sender: _Sender) -> None:
         settings, call = self._door.settings, self._call
-        give_up = time.monotonic() + deadline - time.time() + settings.reply_grace_s
+        left_s = accepted.deadline - time.time() + settings.reply_grace_s
+        if not accepted.fresh:  # what ended long ago must still be looked up
+            left_s = max(left_s, settings.reply_grace_s, settings.reply_poll_s)
+        give_up = time.monotonic() + left_s
         while True:
             due = min(sender.last + settings.keep_alive_s, give_up)
             await call.wait(due - time.monotonic())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -10,6 +11,11 @@ from rollgrid_contracts.arrays import TokenIds
 from rollgrid_contracts.checkpoints import PolicyState
 from rollgrid_contracts.jobs import ParsingSpec, Priority, Reply, Rights, SamplingParams, WeightConstraint
 from rollgrid_contracts.scoring import ScorerSpec
+
+
+_batch_id = lru_cache(maxsize=1024)(ids.batch_id)
+_group_id = lru_cache(maxsize=8192)(ids.group_id)
+"""A request asks for its ids several times, and each is a sha256."""
 
 
 class GroupSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,11 +57,11 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def batch_id(self) -> str:
-        return ids.batch_id(self.tenant, self.run, self.key)
+        return _batch_id(self.tenant, self.run, self.key)
 
     @property
     def group_ids(self) -> list[str]:
-        return [ids.group_id(self.tenant, self.run, self.key, position) for position in range(len(self.groups))]
+        return [_group_id(self.tenant, self.run, self.key, position) for position in range(len(self.groups))]
 
     @property
     def samples(self) -> int:

@@ -285,6 +285,11 @@ def test_a_cancelled_batch_ends_with_every_sample_accounted_for(http: httpx2.Cli
     wait_until(lambda: http.get("/v1/fleet").json()["queues"]["RG_JOBS"]["messages"] == 0, 20, "an empty queue")
 
 
+def test_a_repeated_batch_is_answered_with_its_first_deadline(http: httpx2.Client) -> None:
+    first, again = (accept(http, batch("twice", 1, deadline_s=500), **{"idempotency-key": "twice"}) for _ in range(2))
+    assert again == first
+
+
 def test_an_open_group_says_so(http: httpx2.Client) -> None:
     accepted = accept(http, batch("open", 1, sampling={"max_tokens": 300}))
     (group,) = accepted["group_ids"]

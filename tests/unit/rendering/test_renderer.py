@@ -96,8 +96,8 @@ def test_bytes_of_either_kind_of_vocabulary() -> None:
 
 
 def test_the_template_refuses_as_an_error_of_its_input(renderer: Renderer) -> None:
-    with pytest.raises(RenderingError, match="content"):
-        renderer.render([{"role": "user"}])
+    with pytest.raises(RenderingError, match="role"):
+        renderer.render([{"content": "x"}])
     with pytest.raises(RenderingError, match="tokenize"):
         renderer.render([{"role": "user", "content": "x"}], options={"tokenize": True})
 
