@@ -154,8 +154,9 @@ class Reading:
 
     def parse(self, text: str, token_ids: list[int]) -> Parsed:
         """Text as the parsers read it at its end."""
-        reasoning, content, calls = None, text, None
-        parser = self.make()
+        reasoning: str | None = None
+        content: str | None = text
+        parser, calls = self.make(), None
         try:
             if parser is not None:
                 parser.set_prompt_token_ids(self.prompt)

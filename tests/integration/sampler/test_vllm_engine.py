@@ -3,64 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-import pytest_asyncio
 from rollgrid_contracts import ids
 from rollgrid_contracts.failures import ErrorCode
-from rollgrid_contracts.jobs import SamplingParams
 from rollgrid_contracts.samples import FinishReason
 from rollgrid_runtime.errors import RollgridError
-from rollgrid_sampler.engines.base import Generated, GenerationRequest, RequestFailed, SwapMode
-from rollgrid_sampler.settings import SamplerSettings
+from rollgrid_sampler.engines.base import Generated, RequestFailed, SwapMode
 
-from tests.support.tiny_models import EOS_ID, TinyModel, tiny_model
+from tests.support.tiny_models import EOS_ID, tiny_model
+
+from .tiny_engine import NEW, OLD, difference, engine, reference, request
+
+__all__ = ["engine"]
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400)]
-MIB = 1024 * 1024
-OLD, NEW = TinyModel(), TinyModel(seed=1)
-numbers = iter(range(1_000_000))
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engine() -> AsyncIterator[Any]:
-    from rollgrid_sampler.engines.vllm import VllmEngine
-
-    made = VllmEngine(SamplerSettings(model=tiny_model(OLD), slots=128, kv_cache_bytes=64 * MIB))
-    await made.start(0, tiny_model(OLD))
-    yield made
-    await made.close()
-
-
-def request(prompt: list[int] | None = None, seed: int | None = None, **sampling: Any) -> GenerationRequest:
-    number = next(numbers)
-    return GenerationRequest(
-        request_id=f"r{number}",
-        sample=f"s{number}",
-        index=0,
-        prompt_token_ids=prompt or [5, 6, 7, 8],
-        sampling=SamplingParams(**{"max_tokens": 16, **sampling}),
-        seed=seed,
-        cache_salt="test",
-    )
-
-
-def reference(spec: TinyModel, prompt: list[int], tokens: list[int], temperature: float) -> list[float]:
-    """Log-probabilities of `tokens` after `prompt` by a transformers forward in float32."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(tiny_model(spec), dtype=torch.float32)
-    with torch.no_grad():
-        logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1] / temperature
-        return [float(x) for x in logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]]
-
-
-def difference(spec: TinyModel, prompt: list[int], result: Generated, temperature: float = 1.0) -> float:
-    expected = reference(spec, prompt, result.token_ids, temperature)
-    return max(abs(a - b) for a, b in zip(result.logprobs, expected, strict=True))
 
 
 def check_whole(result: Generated, version: int = 0) -> None:
@@ -148,7 +106,7 @@ async def test_128_seeded_requests_with_256_token_prompts_at_once(engine: Any) -
 
 async def test_a_refused_request_is_typed_and_harms_nobody(engine: Any) -> None:
     good = asyncio.create_task(engine.generate(request(seed=5, max_tokens=200, ignore_eos=True)))
-    for changes, field in (({"temperature": -1.0}, "temperature"), ({"prompt_logprobs": 1}, "prompt_logprobs")):
+    for changes, field in (({"temperature": -1.0}, "temperature"), ({"prompt_logprobs": 21}, "prompt_logprobs")):
         with pytest.raises(RequestFailed) as refused:
             await engine.generate(request(**changes))
         assert refused.value.code in (ErrorCode.INVALID_REQUEST, ErrorCode.UNSUPPORTED)

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from rollgrid_contracts.jobs import VersionSpan
 from rollgrid_contracts.samples import FinishReason, PromptLogprobs, TopLogprobs
 
 from rollgrid_sampler import alternatives
 from rollgrid_sampler.resume import continuable
-from rollgrid_sampler.transcript import Transcript
 
 from .base import Delta, Generated, GenerationRequest, OnDelta, Sent
 
@@ -25,11 +24,26 @@ class End(NamedTuple):
     stop_reason: int | str | None = None
 
 
+class Text(Protocol):
+    """The sample's text as its ids come; see `transcript.Transcript`."""
+
+    length: int
+    count: int
+    stopped: str | None
+
+    @property
+    def text(self) -> str: ...
+
+    def push(self, token_ids: list[int]) -> str: ...
+
+    def finish(self) -> str: ...
+
+
 class Progress:
     """`room` is how many tokens the sample may have; `transcript` makes an empty one."""
 
     def __init__(
-        self, request: GenerationRequest, room: int, transcript: Callable[[], Transcript], on_delta: OnDelta
+        self, request: GenerationRequest, room: int, transcript: Callable[[], Text], on_delta: OnDelta
     ) -> None:
         self._request, self._room, self._transcript, self._on_delta = request, room, transcript, on_delta
         self.cached_tokens = 0

@@ -273,12 +273,10 @@ class VllmEngine:
                     yield output
         except EngineDeadError as error:
             raise EngineDead("the engine died while generating") from error
-        except VLLMClientError as error:
+        except (VLLMClientError, ValueError, TypeError) as error:
             raise RequestFailed(
-                str(error), ErrorCode.INVALID_REQUEST, field=getattr(error, "parameter", None)
+                str(error), ErrorCode.INVALID_REQUEST, field=refused_field(error, request.sampling)
             ) from error
-        except (ValueError, TypeError) as error:
-            raise RequestFailed(str(error), ErrorCode.INVALID_REQUEST) from error
         except Exception as error:
             if self._llm is None or self._llm.errored:
                 raise EngineDead(f"the engine died while generating: {error!r}") from error
@@ -474,8 +472,15 @@ def translate(sampling: SamplingParams, seed: int | None, *, portions: bool = Fa
             output_kind=RequestOutputKind.DELTA if portions else RequestOutputKind.FINAL_ONLY,
         )
     except (ValueError, TypeError, vllm.exceptions.VLLMError) as error:
-        field = getattr(error, "parameter", None)
-        raise RequestFailed(str(error), ErrorCode.INVALID_REQUEST, field=field) from error
+        raise RequestFailed(str(error), ErrorCode.INVALID_REQUEST, field=refused_field(error, sampling)) from error
+
+
+def refused_field(error: Exception, sampling: SamplingParams) -> str | None:
+    """The field vLLM names under its own name; of a grammar it only says what is wrong with it."""
+    named = getattr(error, "parameter", None)
+    if sampling.structured_output is not None and named in (None, "structured_outputs"):
+        return "structured_output"
+    return None if named is None else str(named)
 
 
 def make_probes(vocab_size: int, max_model_len: int) -> list[list[int]]:
