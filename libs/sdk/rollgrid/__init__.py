@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .cursor import CursorFile
     from .errors import DeadlineExceeded, RollgridAPIError, RollgridError, Unreachable, Unsendable, VersionRefused
     from .results import Group, Sample
+    from .rewards import Post, Standing
     from .transport import Retries
 
 _HOMES = {
@@ -34,7 +35,9 @@ _HOMES = {
     "Retries": "transport",
     "RollgridAPIError": "errors",
     "RollgridError": "errors",
+    "Post": "rewards",
     "Sample": "results",
+    "Standing": "rewards",
     "Unreachable": "errors",
     "Unsendable": "errors",
     "VersionRefused": "errors",
@@ -50,10 +53,12 @@ __all__ = [
     "CursorFile",
     "DeadlineExceeded",
     "Group",
+    "Post",
     "Retries",
     "RollgridAPIError",
     "RollgridError",
     "Sample",
+    "Standing",
     "Unreachable",
     "Unsendable",
     "VersionRefused",

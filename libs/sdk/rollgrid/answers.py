@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 from rollgrid_contracts.failures import ErrorInfo
 from rollgrid_contracts.fleet import WorkerState
-from rollgrid_contracts.trajectories import GroupClosed
+from rollgrid_contracts.jobs import VersionSpan
+from rollgrid_contracts.trajectories import GroupClosed, RewardsPosted
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,6 +60,20 @@ class PageItem(msgspec.Struct, frozen=True, kw_only=True):
     group: GroupClosed
 
 
+class StandingReward(msgspec.Struct, frozen=True, kw_only=True):
+    """The latest reward under one `name` posted onto the sample `index`, and the post that said so."""
+
+    index: int
+    name: str = "reward"
+    kind: str = "scalar"
+    value: float | None = None
+    turn_values: tuple[float | None, ...] = ()
+    detail: str | None = None
+    source: str = "customer"
+    posted_at: float = 0.0
+    cursor: int = 0
+
+
 class GroupAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """One group: closed with its `cursor`, or still open (`group` is None) with the indexes `done` so far."""
 
@@ -66,6 +81,64 @@ class GroupAnswer(msgspec.Struct, frozen=True, kw_only=True):
     group: GroupClosed | None = None
     n: int = 0
     done: tuple[int, ...] = ()
+    posted_rewards: tuple[StandingReward, ...] = ()
+
+
+class Posted(msgspec.Struct, frozen=True, kw_only=True):
+    """A post is stored durably at `cursor`; `duplicate` when it was before."""
+
+    group_id: str
+    run: str = ""
+    cursor: int = 0
+    duplicate: bool = False
+
+
+class RunPosted(msgspec.Struct, frozen=True, kw_only=True):
+    """Posts onto several groups of a run, in the order they were sent."""
+
+    run: str
+    posts: tuple[Posted, ...] = ()
+    cursor: int = 0
+
+
+class PostItem(msgspec.Struct, frozen=True, kw_only=True):
+    cursor: int
+    post: RewardsPosted
+
+
+class PostPage(msgspec.Struct, frozen=True, kw_only=True):
+    """Posts behind the asked cursor, oldest first; `cursor` is where to go on."""
+
+    posts: tuple[PostItem, ...] = ()
+    cursor: int = 0
+    done: bool = False
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
+    token_id: int
+    logprob: float
+
+
+class ScoredTokens(msgspec.Struct, frozen=True, kw_only=True):
+    """One entry per token in each list; the first token has no predecessor, so None.
+
+    `ranks` count from 1 = the most likely.  `top_logprobs` are the likeliest tokens in each place.
+    """
+
+    index: int = 0
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float | None, ...] = ()
+    ranks: tuple[int | None, ...] = ()
+    top_logprobs: tuple[tuple[TokenLogprob, ...] | None, ...] | None = None
+    weight_versions: tuple[VersionSpan, ...] = ()
+    weight_fingerprint: str | None = None
+
+
+class ScoreAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer of `POST /v1/score_tokens`: one entry per list of ids."""
+
+    data: tuple[ScoredTokens, ...] = ()
+    logprobs_mode: str = ""
 
 
 class Page(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 from rollgrid_contracts.jobs import SamplingParams, WeightConstraint
 
 from . import calls
-from .answers import Accepted, BatchProgress, Fleet, Model, Policy
+from .answers import Accepted, BatchProgress, Fleet, Model, Policy, Posted, ScoredTokens
 from .client import iteration_timeout
 from .cursor import CursorFile
 from .discovery import resolve
 from .errors import NotFound, RollgridAPIError, Unreachable
-from .following import Reader
+from .following import GroupReader, Reader, T
 from .results import Group
-from .tasks import ScorerLike, TaskLike, submission
+from .rewards import Post, PostReader, PostTarget, RewardsLike, group_of, post_body, run_body
+from .tasks import ScorerLike, TaskLike, score_body, submission
 from .transport import AsyncTransport, Call, Retries
 from .weights import AsyncWeights
 
@@ -57,7 +58,7 @@ class AsyncBatch:
         self, *, cursor: int | CursorFile | None = None, timeout: float | None = None
     ) -> AsyncGenerator[Group, None]:
         """As `Batch.groups`, for `async for`."""
-        reader = Reader(
+        reader = GroupReader(
             functools.partial(calls.batch_page, self.batch_id, self.run),
             scope=f"batch:{self.batch_id}",
             cursor=self.cursor if cursor is None else cursor,
@@ -78,16 +79,16 @@ class AsyncBatch:
         return f"AsyncBatch({self.batch_id!r}, run={self.run!r}, groups={len(self.group_ids)})"
 
 
-async def _read(transport: AsyncTransport, reader: Reader) -> AsyncGenerator[Group, None]:
+async def _read(transport: AsyncTransport, reader: Reader[Any, T]) -> AsyncGenerator[T, None]:
     budget_s = transport.retries.outage_budget_s
     try:
         while not reader.done:
             page = await transport.send(reader.next_call(), budget_s=budget_s, deadline=reader.deadline)
             fresh = reader.accept(page)
-            for group in fresh:
-                yield group
+            for item in fresh:
+                yield item
                 if reader.durable:
-                    await asyncio.to_thread(reader.consumed, group)
+                    await asyncio.to_thread(reader.consumed, item)
             question = reader.doubt(fresh)
             if question is not None:
                 reader.done = not await _exists(transport, question)
@@ -155,7 +156,7 @@ class AsyncClient:
         self, run: str, *, cursor: int | CursorFile = 0, follow: bool = True, timeout: float | None = None
     ) -> AsyncGenerator[Group, None]:
         """As `Client.trajectories`, for `async for`."""
-        reader = Reader(
+        reader = GroupReader(
             functools.partial(calls.run_page, run), scope=f"run:{run}", cursor=cursor, follow=follow, timeout_s=timeout
         )
         return _read(self._transport, reader)
@@ -163,6 +164,60 @@ class AsyncClient:
     async def group(self, group_id: str) -> Group:
         """One closed group; raises GroupOpen while it is not, NotFound when nobody knows it."""
         return await self._transport.send(calls.group(group_id))
+
+    async def post_rewards(
+        self,
+        target: PostTarget,
+        rewards: RewardsLike,
+        *,
+        name: str | None = None,
+        kind: str | None = None,
+        detail: str | None = None,
+        source: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        idempotency_key: str | None = None,
+    ) -> Posted:
+        """As `Client.post_rewards`."""
+        body = post_body(target, rewards, name=name, kind=kind, detail=detail, source=source, metadata=metadata)
+        return await self._transport.send(calls.post_rewards(group_of(target)[0], body, idempotency_key))
+
+    async def post_run_rewards(
+        self,
+        run: str,
+        rewards: Iterable[tuple[Group | str, RewardsLike]],
+        *,
+        source: str | None = None,
+        idempotency_key: str | None = None,
+    ) -> tuple[Posted, ...]:
+        """As `Client.post_run_rewards`."""
+        body = run_body(rewards, source)
+        return (await self._transport.send(calls.post_run_rewards(run, body, idempotency_key))).posts
+
+    def rewards(
+        self, run: str, *, cursor: int | CursorFile = 0, follow: bool = False, timeout: float | None = None
+    ) -> AsyncGenerator[Post, None]:
+        """As `Client.rewards`, for `async for`."""
+        reader = PostReader(
+            functools.partial(calls.rewards_page, run),
+            scope=f"rewards:{run}",
+            cursor=cursor,
+            follow=follow,
+            timeout_s=timeout,
+        )
+        return _read(self._transport, reader)
+
+    async def score_tokens(
+        self,
+        token_ids: Sequence[int] | Sequence[Sequence[int]],
+        *,
+        top_logprobs: int = 0,
+        policy: str | None = None,
+        weights: WeightConstraint | Mapping[str, Any] | None = None,
+        deadline_s: float = 120.0,
+    ) -> tuple[ScoredTokens, ...]:
+        """As `Client.score_tokens`."""
+        body = score_body(token_ids, top_logprobs=top_logprobs, policy=policy, weights=weights, deadline_s=deadline_s)
+        return (await self._transport.send(calls.score_tokens(body, deadline_s + 30))).data
 
     async def policies(self) -> tuple[Policy, ...]:
         return await self._transport.send(calls.policies())

@@ -10,7 +10,21 @@ from typing import Any, TypeVar
 import msgspec
 from rollgrid_contracts import codec, ids
 
-from .answers import Accepted, BatchProgress, Fleet, GroupAnswer, ModelList, Page, Policy, PolicyList, Version
+from .answers import (
+    Accepted,
+    BatchProgress,
+    Fleet,
+    GroupAnswer,
+    ModelList,
+    Page,
+    Policy,
+    PolicyList,
+    Posted,
+    PostPage,
+    RunPosted,
+    ScoreAnswer,
+    Version,
+)
 from .errors import GroupOpen, ServerError, Unsendable
 from .results import Group
 from .transport import Call
@@ -19,6 +33,8 @@ T = TypeVar("T")
 
 PAGE_LIMIT = 64
 """Groups per page: a group of 8 samples x 1,000 tokens is 64 kB."""
+
+POSTS_LIMIT = 512
 
 
 def _reader(kind: type[T]) -> Callable[[bytes, str], T]:
@@ -53,11 +69,15 @@ def models() -> Call[ModelList]:
 
 def submit(body: bytes, idempotency_key: str | None) -> Call[Accepted]:
     """The key makes a retry safe: the same key and body are the same batch.  Raises Unsendable."""
+    headers = _keyed(idempotency_key)
+    return Call("POST", "/v1/rollouts", _reader(Accepted), body=body, headers=headers, read_timeout_s=60.0)
+
+
+def _keyed(idempotency_key: str | None) -> dict[str, str]:
     key = ids.new_key() if idempotency_key is None else idempotency_key
     if not (key and key.isascii() and key.isprintable()):
         raise Unsendable("an idempotency key is printable ASCII")
-    headers = {"content-type": codec.JSON, "idempotency-key": key}
-    return Call("POST", "/v1/rollouts", _reader(Accepted), body=body, headers=headers, read_timeout_s=60.0)
+    return {"content-type": codec.JSON, "idempotency-key": key}
 
 
 def batch_status(batch_id: str) -> Call[BatchProgress]:
@@ -94,9 +114,31 @@ def group(group_id: str) -> Call[Group]:
         answer = read(body, content_type)
         if answer.group is None:
             raise GroupOpen(group_id, answer.n, answer.done)
-        return Group(answer.group, answer.cursor)
+        return Group(answer.group, answer.cursor, answer.posted_rewards)
 
     return Call("GET", f"/v1/groups/{_segment(group_id)}", parse)
+
+
+def post_rewards(group_id: str, body: bytes, idempotency_key: str | None) -> Call[Posted]:
+    headers = _keyed(idempotency_key)
+    return Call("POST", f"/v1/groups/{_segment(group_id)}/rewards", _reader(Posted), body=body, headers=headers)
+
+
+def post_run_rewards(run: str, body: bytes, idempotency_key: str | None) -> Call[RunPosted]:
+    headers = _keyed(idempotency_key)
+    path = f"/v1/runs/{_segment(run)}/rewards"
+    return Call("POST", path, _reader(RunPosted), body=body, headers=headers, read_timeout_s=60.0)
+
+
+def rewards_page(run: str, cursor: int, wait_s: float, read_timeout_s: float) -> Call[PostPage]:
+    params: dict[str, str | int | float] = {"cursor": cursor, "limit": POSTS_LIMIT, "wait_s": round(wait_s, 3)}
+    path = f"/v1/runs/{_segment(run)}/rewards"
+    return Call("GET", path, _reader(PostPage), params=params, read_timeout_s=read_timeout_s)
+
+
+def score_tokens(body: bytes, timeout_s: float) -> Call[ScoreAnswer]:
+    headers = {"content-type": codec.JSON}
+    return Call("POST", "/v1/score_tokens", _reader(ScoreAnswer), body=body, headers=headers, read_timeout_s=timeout_s)
 
 
 def policies() -> Call[tuple[Policy, ...]]:

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 from rollgrid_contracts.jobs import SamplingParams, WeightConstraint
 
 from . import calls
-from .answers import Accepted, BatchProgress, Fleet, Model, Policy
+from .answers import Accepted, BatchProgress, Fleet, Model, Policy, Posted, ScoredTokens
 from .cursor import CursorFile
 from .discovery import resolve
 from .errors import NotFound, RollgridAPIError, Unreachable
-from .following import Reader
+from .following import GroupReader, Reader, T
 from .results import Group
-from .tasks import ScorerLike, TaskLike, submission
+from .rewards import Post, PostReader, PostTarget, RewardsLike, group_of, post_body, run_body
+from .tasks import ScorerLike, TaskLike, score_body, submission
 from .transport import Call, Retries, SyncTransport
 from .weights import Weights
 
@@ -75,7 +76,7 @@ class Batch:
             DeadlineExceeded: `timeout` seconds are over (default: the batch's deadline plus two minutes).
             Unreachable: no answer for `Retries.outage_budget_s`.
         """
-        reader = Reader(
+        reader = GroupReader(
             functools.partial(calls.batch_page, self.batch_id, self.run),
             scope=f"batch:{self.batch_id}",
             cursor=self.cursor if cursor is None else cursor,
@@ -96,15 +97,15 @@ class Batch:
         return f"Batch({self.batch_id!r}, run={self.run!r}, groups={len(self.group_ids)})"
 
 
-def _read(transport: SyncTransport, reader: Reader) -> Generator[Group, None, None]:
+def _read(transport: SyncTransport, reader: Reader[Any, T]) -> Generator[T, None, None]:
     budget_s = transport.retries.outage_budget_s
     try:
         while not reader.done:
             page = transport.send(reader.next_call(), budget_s=budget_s, deadline=reader.deadline)
             fresh = reader.accept(page)
-            for group in fresh:
-                yield group
-                reader.consumed(group)
+            for item in fresh:
+                yield item
+                reader.consumed(item)
             question = reader.doubt(fresh)
             if question is not None:
                 reader.done = not _exists(transport, question)
@@ -192,7 +193,7 @@ class Client:
         With `follow` it waits for more until `timeout` (then DeadlineExceeded; None: for ever), without
         it ends when everything there is has been read.
         """
-        reader = Reader(
+        reader = GroupReader(
             functools.partial(calls.run_page, run), scope=f"run:{run}", cursor=cursor, follow=follow, timeout_s=timeout
         )
         return _read(self._transport, reader)
@@ -200,6 +201,77 @@ class Client:
     def group(self, group_id: str) -> Group:
         """One closed group; raises GroupOpen while it is not, NotFound when nobody knows it."""
         return self._transport.send(calls.group(group_id))
+
+    def post_rewards(
+        self,
+        target: PostTarget,
+        rewards: RewardsLike,
+        *,
+        name: str | None = None,
+        kind: str | None = None,
+        detail: str | None = None,
+        source: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        idempotency_key: str | None = None,
+    ) -> Posted:
+        """Post rewards onto a group, or onto one of its samples, after the fact; stored durably on return.
+
+        For a sample `rewards` is a number, or one per turn; for a group (itself or its id) numbers by
+        index, or rewards in full: `{"index": 0, "name": "tests", "kind": "pass_rate", "value": 0.5}`.
+        A later post under the same `name` replaces an earlier one for readers; all stay recorded.
+
+        A retry never posts twice: an idempotency key is sent, a random one unless given.
+
+        Raises:
+            GroupNotClosed: the group is still open.
+            InvalidRequest: no such index, no tokens to reward, not a finite number; `field` says which.
+        """
+        body = post_body(target, rewards, name=name, kind=kind, detail=detail, source=source, metadata=metadata)
+        return self._transport.send(calls.post_rewards(group_of(target)[0], body, idempotency_key))
+
+    def post_run_rewards(
+        self,
+        run: str,
+        rewards: Iterable[tuple[Group | str, RewardsLike]],
+        *,
+        source: str | None = None,
+        idempotency_key: str | None = None,
+    ) -> tuple[Posted, ...]:
+        """`post_rewards` onto many groups of one run at once; all are checked before any is stored."""
+        body = run_body(rewards, source)
+        return (self._transport.send(calls.post_run_rewards(run, body, idempotency_key))).posts
+
+    def rewards(
+        self, run: str, *, cursor: int | CursorFile = 0, follow: bool = False, timeout: float | None = None
+    ) -> Generator[Post, None, None]:
+        """Every post of rewards onto groups of `run` behind `cursor`, oldest first; resumes as `trajectories` does.
+
+        `Standing(client.rewards(run))` says what stands.
+        """
+        reader = PostReader(
+            functools.partial(calls.rewards_page, run),
+            scope=f"rewards:{run}",
+            cursor=cursor,
+            follow=follow,
+            timeout_s=timeout,
+        )
+        return _read(self._transport, reader)
+
+    def score_tokens(
+        self,
+        token_ids: Sequence[int] | Sequence[Sequence[int]],
+        *,
+        top_logprobs: int = 0,
+        policy: str | None = None,
+        weights: WeightConstraint | Mapping[str, Any] | None = None,
+        deadline_s: float = 120.0,
+    ) -> tuple[ScoredTokens, ...]:
+        """Logprob and rank of each given token under the current weights; nothing is sampled.
+
+        `weights` as in `submit`; `top_logprobs` alternatives are given beside each token.
+        """
+        body = score_body(token_ids, top_logprobs=top_logprobs, policy=policy, weights=weights, deadline_s=deadline_s)
+        return (self._transport.send(calls.score_tokens(body, deadline_s + 30))).data
 
     def policies(self) -> tuple[Policy, ...]:
         return self._transport.send(calls.policies())

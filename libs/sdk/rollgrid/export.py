@@ -10,17 +10,25 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from .results import Group, Sample
+from .rewards import Standing, turn_rewards
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 
-def to_jsonl(groups: Iterable[Group], path: str | os.PathLike[str]) -> int:
-    """Write one JSON object per group (`Group.to_dict`); returns how many."""
+def to_jsonl(groups: Iterable[Group], path: str | os.PathLike[str], *, posted: Standing | None = None) -> int:
+    """Write one JSON object per group (`Group.to_dict`); returns how many.
+
+    With `posted`, those onto which rewards stand have `posted_rewards` too, as `posted_rewards_of` gives them.
+    """
     count = 0
     with open(path, "wb") as file:
         for group in groups:
-            file.write(msgspec.json.encode(group.to_dict()) + b"\n")
+            record = group.to_dict()
+            if posted is not None:
+                found = [reward for sample in group.samples for reward in posted_rewards_of(group, sample, posted)]
+                record |= {"posted_rewards": found} if found else {}
+            file.write(msgspec.json.encode(record) + b"\n")
             count += 1
     return count
 
@@ -33,7 +41,25 @@ def from_jsonl(path: str | os.PathLike[str]) -> Iterator[Group]:
                 yield Group.from_dict(json.loads(line))
 
 
-def sample_row(group: Group, sample: Sample) -> dict[str, Any]:
+def posted_rewards_of(group: Group, sample: Sample, posted: Standing) -> list[dict[str, Any]]:
+    """What stands posted onto a sample; per-turn values lie on their sampled tokens [start, end)."""
+    return [
+        {
+            "index": reward.index,
+            "name": reward.name,
+            "kind": reward.kind,
+            "value": reward.value,
+            "turns": [turn._asdict() for turn in turn_rewards(sample.entry, reward.turn_values)],
+            "detail": reward.detail,
+            "source": reward.source,
+            "posted_at": reward.posted_at,
+            "cursor": reward.cursor,
+        }
+        for reward in posted.of(group.id, sample.index)
+    ]
+
+
+def sample_row(group: Group, sample: Sample, posted: Standing | None = None) -> dict[str, Any]:
     """One flat row; `task`, `metadata`, `scores` and `sampling` as JSON text, so that schemas never clash."""
     record = group.closed
     return {
@@ -65,12 +91,21 @@ def sample_row(group: Group, sample: Sample) -> dict[str, Any]:
         "sampling": msgspec.json.encode(record.sampling).decode(),
         "created_at": record.created_at,
         "closed_at": record.closed_at,
+        "posted_rewards": [] if posted is None else posted_rewards_of(group, sample, posted),
     }
 
 
 def _schema() -> pa.Schema:
     import pyarrow as pa
 
+    turn = pa.struct([("value", pa.float64()), ("start", pa.int64()), ("end", pa.int64())])
+    reward = pa.struct(
+        [
+            ("index", pa.int64()), ("name", pa.string()), ("kind", pa.string()), ("value", pa.float64()),
+            ("turns", pa.list_(turn)), ("detail", pa.string()), ("source", pa.string()),
+            ("posted_at", pa.float64()), ("cursor", pa.int64()),
+        ]
+    )  # fmt: skip
     span = pa.struct([("version", pa.int64()), ("start", pa.int64()), ("end", pa.int64())])
     text, real, whole = pa.string(), pa.float64(), pa.int64()
     columns: Sequence[tuple[str, pa.DataType]] = (
@@ -81,11 +116,18 @@ def _schema() -> pa.Schema:
         ("prompt_text", text), ("version_spans", pa.list_(span)), ("weight_fingerprint", text), ("seed", whole),
         ("error_code", text), ("error_message", text), ("scores", text), ("task", text), ("metadata", text),
         ("sampling", text), ("created_at", real), ("closed_at", real),
+        ("posted_rewards", pa.list_(reward)),
     )  # fmt: skip
     return pa.schema(list(columns))
 
 
-def to_parquet(groups: Iterable[Group], path: str | os.PathLike[str], *, rows_per_group: int = 4096) -> int:
+def to_parquet(
+    groups: Iterable[Group],
+    path: str | os.PathLike[str],
+    *,
+    rows_per_group: int = 4096,
+    posted: Standing | None = None,
+) -> int:
     """Write one row per sample (`sample_row`), streaming; returns how many rows.  Needs pyarrow."""
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -95,7 +137,7 @@ def to_parquet(groups: Iterable[Group], path: str | os.PathLike[str], *, rows_pe
     count = 0
     with pq.ParquetWriter(os.fspath(path), schema, compression="zstd") as writer:
         for group in groups:
-            rows.extend(sample_row(group, sample) for sample in group.samples)
+            rows.extend(sample_row(group, sample, posted) for sample in group.samples)
             if len(rows) >= rows_per_group:
                 writer.write_table(pa.Table.from_pylist(rows, schema=schema))
                 count += len(rows)

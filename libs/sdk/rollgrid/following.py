@@ -8,14 +8,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, TypeAlias
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 from .answers import Page
 from .cursor import CursorFile
 from .results import Group
 from .transport import Call
 
-PageCall: TypeAlias = "Callable[[int, float, float], Call[Page]]"
+P = TypeVar("P")
+
+
+class Numbered(Protocol):
+    """What a reader gives: it knows where to resume."""
+
+    cursor: int
+
+
+T = TypeVar("T", bound=Numbered)
+
+PageCall: TypeAlias = "Callable[[int, float, float], Call[P]]"
 """(cursor, seconds to wait for news, read timeout) to the call for the page behind the cursor."""
 
 LONG_POLL_S = 20.0
@@ -24,12 +35,12 @@ LONG_POLL_S = 20.0
 _READ_MARGIN_S = 15.0
 
 
-class Reader:
-    """The state of one iterator over a batch (`scope` "batch:<id>") or a run ("run:<name>")."""
+class Reader(Generic[P, T]):
+    """The state of one iterator over a batch (`scope` "batch:<id>"), a run ("run:<name>") or its rewards."""
 
     def __init__(
         self,
-        page_call: PageCall,
+        page_call: PageCall[P],
         *,
         scope: str,
         cursor: int | CursorFile,
@@ -59,13 +70,34 @@ class Reader:
         """Consuming a group writes to disk."""
         return self._file is not None
 
-    def next_call(self) -> Call[Page]:
+    def next_call(self) -> Call[P]:
         wait_s = 0.0
         if self._follow:
             wait_s = LONG_POLL_S
             if self.deadline is not None:
                 wait_s = max(0.0, min(wait_s, self.deadline - time.monotonic()))
         return self._page_call(self.cursor, wait_s, wait_s + _READ_MARGIN_S)
+
+    def accept(self, page: P) -> list[T]:
+        """What is in `page` and has not been had yet."""
+        raise NotImplementedError
+
+    def doubt(self, fresh: list[T]) -> Call[Any] | None:
+        """What to ask before waiting on: whether there still is such a batch."""
+        return None if fresh or self.done else self._exists
+
+    def consumed(self, item: T) -> None:
+        """The consumer asked for the next one: this one need not come again."""
+        if self._file is not None:
+            self._file.commit(item.cursor, self._scope)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.flush()
+
+
+class GroupReader(Reader[Page, Group]):
+    """Reads closed groups."""
 
     def accept(self, page: Page) -> list[Group]:
         """The groups of `page` that this reader has not had yet."""
@@ -80,16 +112,3 @@ class Reader:
             self._missing.difference_update(group.id for group in fresh)
             self.done = self.done or not self._missing
         return fresh
-
-    def doubt(self, fresh: list[Group]) -> Call[Any] | None:
-        """What to ask before waiting on: whether there still is such a batch."""
-        return None if fresh or self.done else self._exists
-
-    def consumed(self, group: Group) -> None:
-        """The consumer asked for the next group: this one need not come again."""
-        if self._file is not None:
-            self._file.commit(group.cursor, self._scope)
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.flush()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -18,6 +18,9 @@ from rollgrid_contracts.samples import FinishReason, SampleStatus
 from rollgrid_contracts.samples import Sample as SampleRecord
 from rollgrid_contracts.scoring import Score, ScoreStatus
 from rollgrid_contracts.trajectories import CloseReason, Entry, GroupClosed
+
+if TYPE_CHECKING:
+    from .answers import StandingReward
 
 Ids = npt.NDArray[np.uint32]
 Logprobs = npt.NDArray[np.float32]
@@ -38,10 +41,13 @@ class Sample:
     never 0.  `spans` say which checkpoint version computed which tokens.
     """
 
-    __slots__ = ("__dict__", "entry")
+    __slots__ = ("__dict__", "cursor", "entry", "group_id")
 
-    def __init__(self, entry: Entry) -> None:
+    def __init__(self, entry: Entry, group_id: str = "", cursor: int = 0) -> None:
+        """`group_id` and `cursor` are those of the group it belongs to."""
         self.entry = entry
+        self.group_id = group_id
+        self.cursor = cursor
 
     @property
     def record(self) -> SampleRecord:
@@ -121,11 +127,13 @@ class Group:
     Resume reading after this group with `cursor`.  `closed` is the whole wire record.
     """
 
-    __slots__ = ("__dict__", "closed", "cursor")
+    __slots__ = ("__dict__", "closed", "cursor", "posted_rewards")
 
-    def __init__(self, closed: GroupClosed, cursor: int = 0) -> None:
+    def __init__(self, closed: GroupClosed, cursor: int = 0, posted_rewards: tuple[StandingReward, ...] = ()) -> None:
         self.closed = closed
         self.cursor = cursor
+        self.posted_rewards = posted_rewards
+        """What stood posted onto the group when `Client.group` fetched it; iterators leave it empty."""
 
     @property
     def id(self) -> str:
@@ -159,7 +167,7 @@ class Group:
 
     @functools.cached_property
     def samples(self) -> tuple[Sample, ...]:
-        return tuple(Sample(entry) for entry in self.closed.entries)
+        return tuple(Sample(entry, self.id, self.cursor) for entry in self.closed.entries)
 
     @property
     def rewards(self) -> npt.NDArray[np.float64]:

@@ -86,6 +86,27 @@ def submission(
         "scorers": [scorer_body(scorer) for scorer in scorers],
         **{name: value for name, value in optional.items() if value is not None},
     }
+    return json_body(body)
+
+
+def score_body(
+    token_ids: Sequence[int] | Sequence[Sequence[int]],
+    *,
+    top_logprobs: int,
+    policy: str | None,
+    weights: WeightConstraint | Mapping[str, Any] | None,
+    deadline_s: float,
+) -> bytes:
+    """The JSON body of a call of `score_tokens`.  Raises Unsendable."""
+    lists = [ids.tolist() if isinstance(ids, (np.ndarray, PackedArray)) else ids for ids in token_ids]
+    plain = [list(ids) if isinstance(ids, Sequence) else int(ids) for ids in lists]
+    optional = {"model": policy, "weights": _weights_body(weights), "top_logprobs": top_logprobs or None}
+    given = {name: value for name, value in optional.items() if value is not None}
+    return json_body({"token_ids": plain, "deadline_s": deadline_s, **given})
+
+
+def json_body(body: dict[str, Any]) -> bytes:
+    """A request as JSON.  Raises Unsendable for what JSON would silently change."""
     _refuse_nan(body, "")
     try:
         return msgspec.json.encode(body, enc_hook=_plain)

@@ -158,6 +158,32 @@ def test_trajectories(pipe: Stack, prompts: str, tmp_path: Path) -> None:
     assert first["token_ids"] == tail[0]["entries"][0]["sample"]["token_ids"]
 
 
+def test_rewards(pipe: Stack, prompts: str, tmp_path: Path) -> None:
+    submit(pipe, prompts, "-n", "2", "--run", "judged")
+    tail = lines_of(rollgrid(pipe, "trajectories", "tail", "judged", "--no-follow", "--json"))
+    first, second = tail[0]["group_id"], tail[1]["group_id"]
+    (posted,) = lines_of(
+        rollgrid(pipe, "rewards", "post", first, "--index", "1", "--value", "0.5", "--name", "tests", "--json")
+    )
+    assert (posted["group_id"], posted["duplicate"]) == (first, False)
+    file = tmp_path / "rewards.jsonl"
+    file.write_text(json.dumps({"group_id": second, "rewards": [{"index": 0, "turn_values": [2]}]}) + "\n")
+    assert rollgrid(pipe, "rewards", "post", "--file", str(file)).returncode == 0
+    assert rollgrid(pipe, "rewards", "post", first, "--index", "9", "--value", "1").returncode == 4
+    assert rollgrid(pipe, "rewards", "post", first).returncode == 2
+
+    read = lines_of(rollgrid(pipe, "trajectories", "rewards", "judged", "--json"))
+    assert [line["group_id"] for line in read] == [first, second]
+    assert len(rollgrid(pipe, "trajectories", "rewards", "judged").stdout.splitlines()) == 2
+    output = tmp_path / "judged.parquet"
+    assert rollgrid(pipe, "trajectories", "export", "judged", "-o", str(output)).returncode == 0
+    rows = {(row["group_id"], row["index"]): row for row in pq.read_table(output).to_pylist()}
+    assert [reward["value"] for reward in rows[(first, 1)]["posted_rewards"]] == [0.5]
+    assert rows[(first, 0)]["posted_rewards"] == []
+    turns = rows[(second, 0)]["posted_rewards"][0]["turns"]
+    assert turns == [{"value": 2.0, "start": 0, "end": len(rows[(second, 0)]["token_ids"])}]
+
+
 def test_a_killed_tail_resumes_from_its_file(pipe: Stack, prompts: str, tmp_path: Path) -> None:
     submit(pipe, prompts, "--run", "tailed")
     arguments = ["trajectories", "tail", "tailed", "--cursor-file", str(tmp_path / "cursor"), "--json"]

@@ -7,11 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rollgrid import AsyncClient, Client, CursorFile, to_arrays
+from rollgrid import AsyncClient, Client, CursorFile, Standing, to_arrays
 from rollgrid.errors import (
     ContextLengthExceeded,
+    GroupNotClosed,
     GroupOpen,
     IdempotencyConflict,
+    InvalidRequest,
     LimitExceeded,
     ModelNotFound,
     NotFound,
@@ -21,6 +23,7 @@ from rollgrid.errors import (
     VersionRefused,
     VersionUnavailable,
 )
+from rollgrid.export import to_parquet
 from rollgrid_contracts.ids import sample_seed
 from rollgrid_contracts.jobs import VersionRule, WeightConstraint
 from rollgrid_contracts.samples import SampleStatus
@@ -217,3 +220,64 @@ async def test_asyncio(pipe: Stack, tmp_path: Path) -> None:
         await batch.cancel()  # nothing is left to end
         assert (await client.policies())[0].policy == POLICY
         assert (await client.fleet()).workers
+
+
+def test_rewards_are_posted_after_the_fact_and_read_back(client: Client, tmp_path: Path) -> None:
+    groups = list(client.submit(["a", "b"], n=2, sampling=SHORT, run="rewarded").groups(timeout=60))
+    group, other = groups
+    first = client.post_rewards(group, {0: 1.0, 1: 0.0})
+    again = client.post_rewards(group.samples[1], 0.5, detail="looked again", source="judge")
+    client.post_rewards(other.id, [{"index": 0, "name": "tests", "kind": "pass_rate", "value": 0.75}])
+    assert group.cursor < first.cursor < again.cursor
+    assert not first.duplicate
+
+    shown = client.group(group.id).posted_rewards
+    assert [(r.index, r.value, r.source) for r in shown] == [(0, 1.0, "customer"), (1, 0.5, "judge")]
+    posts = list(client.rewards("rewarded"))
+    assert [post.cursor for post in posts[:2]] == [first.cursor, again.cursor]
+    assert list(client.rewards("rewarded", cursor=posts[-1].cursor)) == []
+    standing = Standing(posts)
+    assert [r.value for r in standing.of(other.id)] == [0.75]
+    assert to_parquet(groups, tmp_path / "rows.parquet", posted=standing) == 4
+
+    keyed = [client.post_rewards(group, {0: 2.0}, idempotency_key="reward-1") for _ in range(2)]
+    assert keyed[0].cursor == keyed[1].cursor
+    with pytest.raises(IdempotencyConflict):
+        client.post_rewards(group, {0: 3.0}, idempotency_key="reward-1")
+    many = client.post_run_rewards("rewarded", [(group, {0: 0.25}), (other.id, {1: 0.5})], source="ci")
+    assert [posted.group_id for posted in many] == [group.id, other.id]
+    with pytest.raises(InvalidRequest) as refused:
+        client.post_rewards(group, {2: 1.0})
+    assert refused.value.field == "rewards[0].index"
+
+
+async def test_rewards_from_a_loop(pipe: Stack) -> None:
+    async with AsyncClient(pipe.url) as client:
+        batch = await client.submit(["a"], sampling=SHORT, run="rewarded-async")
+        (group,) = [found async for found in batch.groups(timeout=60)]
+        posted = await client.post_rewards(group.samples[0], 1.0)
+        assert [post.cursor async for post in client.rewards("rewarded-async")] == [posted.cursor]
+        (many,) = await client.post_run_rewards("rewarded-async", [(group, {0: 2.0})])
+        follower = client.rewards("rewarded-async", cursor=posted.cursor, follow=True, timeout=30)
+        assert (await anext(follower)).cursor == many.cursor
+        await follower.aclose()
+
+
+def test_an_open_group_takes_no_reward_yet(client: Client, pipe: Stack) -> None:
+    pipe["sampler-0"].pause()
+    try:
+        batch = client.submit(["a"], sampling=SHORT, run="early")
+        with pytest.raises(GroupNotClosed) as early:
+            client.post_rewards(batch.group_ids[0], {0: 1.0})
+        assert early.value.retryable
+    finally:
+        pipe["sampler-0"].resume()
+
+
+def test_given_tokens_are_scored(client: Client) -> None:
+    one, two = client.score_tokens([[5, 6, 7], [8, 9]], top_logprobs=2)
+    assert (one.token_ids, two.token_ids) == ((5, 6, 7), (8, 9))
+    assert one.logprobs[0] is None
+    assert all(logprob is not None and logprob <= 0 for logprob in one.logprobs[1:])
+    (same,) = client.score_tokens(np.array([5, 6, 7]))  # type: ignore[arg-type]
+    assert same.logprobs == one.logprobs

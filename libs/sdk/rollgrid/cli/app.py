@@ -37,6 +37,7 @@ COMMANDS = {
     "rollouts": Command("rollouts", "app", _WORK),
     "trajectories": Command("trajectories", "app", _WORK),
     "verify": Command("verify", "app", _WORK),
+    "rewards": Command("rewards", "app", _WORK),
     "tenants": Command("tenants", "app", _STACK),
 }
 

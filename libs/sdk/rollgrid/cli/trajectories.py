@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rollgrid.cursor import CursorFile
     from rollgrid.results import Group, Sample
 
-app = typer.Typer(no_args_is_help=True, help="Read finished groups: tail, show, export.")
+app = typer.Typer(no_args_is_help=True, help="Read finished groups: tail, show, rewards, export.")
 
 CursorOption = Annotated[int, typer.Option("--cursor", help="Only what closed behind this cursor; 0: everything.")]
 CursorFileOption = Annotated[
@@ -128,23 +128,52 @@ def _sample_lines(sample: Sample) -> Iterable[str]:
 
 
 @app.command()
+def rewards(
+    run: Annotated[str, typer.Argument(help="Run whose posted rewards to read.")],
+    cursor: CursorOption = 0,
+    follow: Annotated[bool, typer.Option("--follow/--no-follow", help="Wait for more.")] = False,
+    timeout: Annotated[float | None, typer.Option(help="Seconds to follow, then exit 5.")] = None,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Print what has been posted onto the groups of RUN, oldest first."""
+    with (
+        connect(url) as client,
+        contextlib.closing(client.rewards(run, cursor=cursor, follow=follow, timeout=timeout)) as posts,
+    ):
+        for post in posts:
+            if as_json:
+                emit(post.to_dict())
+                continue
+            for reward in post.rewards:
+                turns = " ".join("-" if value is None else f"{value:g}" for value in reward.turn_values)
+                value = turns if reward.value is None else f"{reward.value:g}"
+                detail = f"  {_short(reward.detail)}" if reward.detail else ""
+                named = f"{reward.name} ({reward.kind})"
+                print(f"{post.cursor}  {post.group_id}.{reward.index}  {named}  {value}{detail}", flush=True)
+
+
+@app.command()
 def export(
     run: Annotated[str, typer.Argument(help="Run to export.")],
     output: Annotated[pathlib.Path, typer.Option("-o", "--output", help="File to write.")],
     form: Annotated[Format | None, typer.Option("--format", help="Default: by the file's ending, else jsonl.")] = None,
     cursor: CursorOption = 0,
+    posted: Annotated[bool, typer.Option("--rewards/--no-rewards", help="Join posted rewards into the rows.")] = True,
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Write everything that has closed in RUN to a file: JSON lines (a group each) or Parquet (a sample each)."""
     from rollgrid import export as writer
+    from rollgrid.rewards import Standing
 
     if importlib.util.find_spec("pyarrow") is None and output.suffix == ".parquet":
         raise usage_error("Parquet needs pyarrow: pip install 'rollgrid[export]'", "--output")
     chosen = form or (Format.PARQUET if output.suffix == ".parquet" else Format.JSONL)
     with connect(url) as client:
+        standing = Standing(client.rewards(run, cursor=cursor)) if posted else None
         groups = client.trajectories(run, cursor=cursor, follow=False)
-        written = (writer.to_parquet if chosen is Format.PARQUET else writer.to_jsonl)(groups, output)
+        written = (writer.to_parquet if chosen is Format.PARQUET else writer.to_jsonl)(groups, output, posted=standing)
     unit = "samples" if chosen is Format.PARQUET else "groups"
     if as_json:
         emit({"path": str(output), "format": chosen.value, unit: written})
