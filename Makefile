@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 ARGS ?=
 JOBS ?= 2
 
-.PHONY: help setup check lint-fix test test-fast models demo up down train bench chaos lock clean
+.PHONY: help setup check lint-fix test test-fast clients-env test-clients models demo up down train bench chaos lock clean
 
 help: ## print this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -40,6 +40,12 @@ models: setup ## prepare the small models that the demo and the tests use (cache
 
 test: models ## every test, those on the real engine and real servers included
 	$(BIN)/pytest -n $(JOBS) --dist loadgroup $(ARGS)
+
+clients-env: setup ## the environments of the clients that `test-clients` runs (cached in .venv-clients)
+	$(BIN)/python -m tests.clients.environments
+
+test-clients: models clients-env ## Inspect and verifiers, unmodified, against the whole stack on real vLLM; part of `test`
+	$(BIN)/pytest tests/clients -m clients $(ARGS)
 
 test-fast: setup ## the tests without the engine and without the slow ones
 	$(BIN)/pytest -m "not vllm and not chaos and not slow and not power" $(ARGS)
