@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +18,8 @@ SAMPLES = 4 * 2
 
 def test_inspect_evaluates_through_the_chat_door(door: Door, run_client: Callable[..., str], tmp_path: Path) -> None:
     before = len(door.samples())
-    command = ["inspect", "eval", str(TASKS / "inspect_sums.py"), "--model", f"openai-api/rollgrid/{MODEL_ID}"]
+    shutil.copy(TASKS / "inspect_sums.py", tmp_path)  # it wants a relative path
+    command = ["inspect", "eval", "inspect_sums.py", "--model", f"openai-api/rollgrid/{MODEL_ID}"]
     command += ["--log-dir", str(tmp_path / "logs"), "--log-format", "json", "--display", "plain"]
     run_client("inspect", command, {"ROLLGRID_BASE_URL": f"{door.url}/v1", "ROLLGRID_API_KEY": "any"})
     (log,) = [json.loads(path.read_text()) for path in (tmp_path / "logs").glob("*.json")]
