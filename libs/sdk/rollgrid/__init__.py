@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .client import Batch, Client
     from .cursor import CursorFile
     from .errors import DeadlineExceeded, RollgridAPIError, RollgridError, Unreachable, Unsendable, VersionRefused
+    from .nats_client import NatsClient, Queued
     from .results import Group, Sample
     from .rewards import Post, Standing
     from .transport import Retries
@@ -32,10 +33,12 @@ _HOMES = {
     "CursorFile": "cursor",
     "DeadlineExceeded": "errors",
     "Group": "results",
+    "NatsClient": "nats_client",
+    "Post": "rewards",
+    "Queued": "nats_client",
     "Retries": "transport",
     "RollgridAPIError": "errors",
     "RollgridError": "errors",
-    "Post": "rewards",
     "Sample": "results",
     "Standing": "rewards",
     "Unreachable": "errors",
@@ -53,7 +56,9 @@ __all__ = [
     "CursorFile",
     "DeadlineExceeded",
     "Group",
+    "NatsClient",
     "Post",
+    "Queued",
     "Retries",
     "RollgridAPIError",
     "RollgridError",

@@ -16,9 +16,12 @@ import pytest
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.errors import Error
+from rollgrid import NatsClient
+from rollgrid.errors import Forbidden
 from rollgrid_contracts import subjects, topology
 from rollgrid_contracts.jobs import Priority
 from rollgrid_contracts.scoring import ScorerKind
+from rollgrid_contracts.trajectories import CloseReason, GroupClosed
 from rollgrid_runtime.bus import Bus
 from rollgrid_runtime.provision import ensure_consumer
 
@@ -276,7 +279,7 @@ async def test_i7_the_reply_subject_attack_reaches_nothing(
     """The server answers pulls, acks and submissions to the reply subject: it must be the tenant's own."""
     before = await scene.state()
     async with logged_in(server, user) as (client, _):
-        (message, *_) = await pulled(client, NEXT, 1) or [None]
+        message = next(iter(await pulled(client, NEXT, 1)), None)
         await attempt(client, NEXT, b'{"batch": 1, "no_wait": true}', reply=reply)
         await attempt(client, NEXT, b"1", reply=reply)
         if message is not None:
@@ -375,3 +378,30 @@ async def test_permissions_without_an_account_are_broken_by_the_reply_subject(
 
         await until(emptied, 10, "the attack purges RG_JOBS")
     assert errors == []
+
+
+async def test_the_sdk_raises_what_only_the_error_callback_hears(server: AccountsServer, scene: Scene) -> None:
+    """A permission violation is told to nobody who waits for an answer."""
+    client = NatsClient(server.url, tenant=BOLT, user=ACME, password=server.passwords[ACME], budget_s=20)
+    async with client:
+        with pytest.raises(Forbidden, match=r"rg\.0\.submit\.bolt"):
+            await client.submit([[1, 2]], sampling={"max_tokens": 1})
+        with pytest.raises(Forbidden, match="tenant_bolt_default"):
+            await anext(client.trajectories(timeout=20))
+
+
+async def test_a_tenant_submits_and_follows_by_the_sdk_under_its_own_user(server: AccountsServer, scene: Scene) -> None:
+    closed = GroupClosed(
+        tenant=BOLT, run="mine", batch_id="b", group_id="g", n=0, policy="p", reason=CloseReason.COMPLETE,
+        created_at=0.0, closed_at=0.0, entries=(),
+    )  # fmt: skip
+    async with NatsClient(server.url, tenant=BOLT, user=BOLT, password=server.passwords[BOLT]) as client:
+        queued = await client.submit([[1, 2]], sampling={"max_tokens": 1})
+        stored = await scene.bus.stored("RG_SUBMIT", queued.sequence)
+        assert stored is not None
+        assert (stored.headers or {})["Idempotency-Key"] == queued.idempotency_key
+        await scene.bus.js.purge_stream("RG_TRAJECTORIES")
+        await scene.bus.publish(subjects.trajectories(BOLT, "mine"), closed)
+        async for group in client.trajectories("mine", follower="eval", timeout=30):
+            assert group.closed == closed
+            break
