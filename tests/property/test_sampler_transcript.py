@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollgrid_contracts.jobs import SamplingParams
-from rollgrid_sampler.transcript import UNFINISHED, Transcript
+from rollgrid_sampler.transcript import UNFINISHED, Transcript, whole_text
 
 VOCAB = 512
 tokens = st.lists(st.integers(0, VOCAB - 1), max_size=60)
@@ -19,8 +20,9 @@ letters = st.lists(st.integers(67, 92), min_size=1, max_size=60)
 
 @cache
 def byte_level() -> Any:
-    from tests.support.tiny_models import tiny_model
     from tokenizers import Tokenizer
+
+    from tests.support.tiny_models import tiny_model
 
     return Tokenizer.from_file(str(tiny_model() / "tokenizer.json"))
 
@@ -42,7 +44,7 @@ def decode_of(tokenizer: Any) -> Callable[[Sequence[int]], str]:
 
 def portions(ids: list[int], cuts: list[int]) -> list[list[int]]:
     edges = sorted({0, len(ids), *(cut % (len(ids) + 1) for cut in cuts)})
-    return [ids[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    return [ids[a:b] for a, b in itertools.pairwise(edges)]
 
 
 @pytest.mark.parametrize("make", [byte_level, word_pieces])
@@ -107,6 +109,7 @@ def test_a_stop_string_is_found_over_every_join_and_never_shows(
     assert transcript.stopped in hits
     assert transcript.count == end
     assert shown == spelled[: end if include else end - len(transcript.stopped)]
+    assert whole_text(decode_of(byte_level()), ids[:end], transcript.stopped, include=include) == shown
 
 
 def test_the_beginning_of_a_stop_string_is_held_back_until_it_is_none() -> None:

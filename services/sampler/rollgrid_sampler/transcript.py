@@ -116,6 +116,18 @@ class Transcript:
         return text
 
 
+def whole_text(decode: Decode, ids: list[int], stop: str | None, *, include: bool) -> str:
+    """What a transcript of all ids releases, decoded at once; the last id completed the string `stop`."""
+    text = decode(ids)
+    if stop is None:
+        return text
+    before = decode(ids[:-1])
+    at = text.find(stop, max(0, len(before) - _unfinished(before) - len(stop) + 1))
+    if at < 0:
+        return text
+    return text[: at + len(stop) if include else at]
+
+
 def _unfinished(text: str) -> int:
     """How many characters at the end may still change with the next token."""
     size = 0

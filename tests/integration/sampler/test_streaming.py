@@ -12,6 +12,7 @@ from rollgrid_contracts import ids
 from rollgrid_contracts.arrays import Floats, TokenIds
 from rollgrid_contracts.failures import ErrorCode
 from rollgrid_contracts.jobs import (
+    ParsingSpec,
     Priority,
     Reply,
     Resume,
@@ -27,6 +28,7 @@ from rollgrid_runtime.settings import NatsSettings, S3Settings
 from rollgrid_sampler.engines.scripted import sample_key, script, spell, weights_digest
 
 from tests.support.servers import scratch
+from tests.support.tiny_models import tiny_model
 
 from .frames import check_same, joined, listening, until
 from .stage import POOL, Stage, make_job, sampler
@@ -209,3 +211,30 @@ async def test_prompt_logprobs_are_on_the_first_sample_only(
     refused = found[nothing.group_id][0].error
     assert refused is not None
     assert (refused.code, refused.field, refused.limit) == (ErrorCode.INVALID_REQUEST, "max_tokens", "1")
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(120)
+async def test_parsed_samples_are_streamed_as_they_are_recorded(
+    stage: Stage, nats_settings: NatsSettings, s3: S3Settings
+) -> None:
+    """Content and reasoning of the frames are the record's; a parser nobody knows fails the group by name."""
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+    spec = ParsingSpec(tool_parser="hermes", tools=(tool,))
+    both = stream_job("parsed", n=2, parsing=spec)
+    unknown = stream_job("unknown", parsing=ParsingSpec(tool_parser="nobody", tools=(tool,)))
+    whole = make_job("whole", n=2, parsing=spec, sampling=both.sampling)
+    async with sampler(nats_settings, s3, scripted_token_rate=200.0, model=tiny_model()):
+        async with listening(stage.bus, both.group_id) as stream:
+            for job in (both, unknown, whole):
+                await stage.submit(job)
+            await stream.replied(2, 90)
+        refused, plain = await stage.finished(unknown), await stage.finished(whole)
+    for index, sample in stream.replies.items():
+        assert sample.parsed is not None
+        assert sample.parsed.content
+        check_same(stream.frames[index], sample)
+        assert plain[index].parsed == sample.parsed, "streamed or not, the parse is the same"
+    error = refused[0].error
+    assert error is not None
+    assert (error.code, error.field) == (ErrorCode.INVALID_REQUEST, "parsing.tool_parser")

@@ -31,7 +31,7 @@ from rollgrid_runtime.logging import get_logger
 
 from rollgrid_sampler import lifeline
 from rollgrid_sampler.settings import SamplerSettings
-from rollgrid_sampler.transcript import Transcript
+from rollgrid_sampler.transcript import Transcript, whole_text
 
 from .base import (
     EngineDead,
@@ -292,7 +292,12 @@ class VllmEngine:
             token_ids=ids,
             logprobs=chosen,
             top_logprobs=top,
-            text=self._text(ids, result, sampling),
+            text=whole_text(
+                partial(self._decode, skip_special_tokens=sampling.skip_special_tokens),
+                ids,
+                result.stop_reason if isinstance(result.stop_reason, str) else None,
+                include=sampling.include_stop_str_in_output,
+            ),
             finish_reason=FinishReason(result.finish_reason),
             stop_reason=result.stop_reason,
             version_spans=spans_of(result.weight_versions, 0),
@@ -302,20 +307,10 @@ class VllmEngine:
         )
         return found if sampling.max_tokens else scored(found)
 
-    def _text(self, ids: list[int], result: Any, sampling: SamplingParams) -> str:
-        """The same text as the sample would have streamed."""
-        if not sampling.stop:
-            return self._decode(ids, sampling.skip_special_tokens)
-        transcript = self._transcript(sampling)
-        transcript.push(ids)
-        transcript.finish()
-        agreed = transcript.stopped is not None or not isinstance(result.stop_reason, str)
-        return transcript.text if agreed else str(result.text)
-
     def _transcript(self, sampling: SamplingParams) -> Transcript:
-        return Transcript(lambda ids: self._decode(ids, sampling.skip_special_tokens), sampling)
+        return Transcript(partial(self._decode, skip_special_tokens=sampling.skip_special_tokens), sampling)
 
-    def _decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+    def _decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     def _eos_id(self) -> int | None:
