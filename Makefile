@@ -10,7 +10,8 @@ BIN := $(VENV)/bin
 ARGS ?=
 JOBS ?= 2
 
-.PHONY: help setup check lint-fix test test-fast clients-env test-clients models demo up down train bench chaos lock clean
+.PHONY: help setup check lint-fix test test-fast clients-env test-clients models demo up down train bench chaos lock clean \
+        up-compose down-compose test-compose
 
 help: ## print this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -58,6 +59,18 @@ up: setup ## start the stack on this machine and stay in front
 
 down: ## stop the stack
 	$(BIN)/rollgrid down $(ARGS)
+
+up-compose: models ## the stack in containers, until it is healthy (ARGS='ROLLGRID_ENGINE=scripted' sets; docs/deploy/compose.md)
+	$(BIN)/python deploy/credentials.py $(ARGS)
+	PYTHON=$(BIN)/python deploy/compose.sh build volumes
+	PYTHON=$(BIN)/python deploy/compose.sh build sampler
+	PYTHON=$(BIN)/python deploy/compose.sh up --detach --wait
+
+down-compose: ## stop the containers; the volumes stay (ARGS=--volumes removes them as well)
+	PYTHON=$(BIN)/python deploy/compose.sh down $(ARGS)
+
+test-compose: models ## deploy/compose.yaml brought up for real and tested (skips, and says why, without an engine)
+	ROLLGRID_COMPOSE=1 $(BIN)/pytest tests/compose $(ARGS)
 
 train: models ## the sixty-line GRPO loop on the tiny model
 	$(BIN)/python examples/grpo_minimal.py $(ARGS)

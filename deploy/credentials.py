@@ -1,16 +1,18 @@
 """Credentials and settings of the compose stack: made once, random, for the containers' user alone.
 
-    python3 deploy/credentials.py [NAME=VALUE ...]
+    python3 deploy/credentials.py [--folder FOLDER] [NAME=VALUE ...]
 
 Writes deploy/secrets/* (a file per secret, 0600) where they are missing, and deploy/.env, which
 `docker compose -f deploy/compose.yaml` reads by itself.  NAME=VALUE sets a variable of .env for good
 (docs/deploy/compose.md lists them); what is not set keeps its value.  Prints paths, never a secret.
+FOLDER is another place than deploy/, for a second stack: `docker compose --env-file FOLDER/.env`.
 The key for clients is in deploy/secrets/api_key; its sha256 alone goes into the ingest container.
 Needs nothing but Python.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import os
@@ -28,25 +30,30 @@ CONTEXTS = {"smollm2-135m-r1": 2048}
 """Bounds of the context, for a model whose own asks for more KV cache than a small machine has."""
 
 
-def main(arguments: list[str]) -> int:
+def main() -> int:
     """Make what is missing."""
-    changes = {}
-    for argument in arguments:
-        name, found, value = argument.partition("=")
-        if not found or not re.fullmatch(r"[A-Z][A-Z0-9_]*", name):
-            sys.stderr.write(f"{argument!r} is not NAME=VALUE\n")
-            return 2
-        changes[name] = value
-    settings = {**_owner(), **DEFAULTS, **_read(HERE / ".env"), **changes}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=HERE)
+    parser.add_argument("settings", nargs="*", metavar="NAME=VALUE", type=_pair)
+    arguments = parser.parse_args()
+    folder, changes = arguments.folder.absolute(), dict(arguments.settings)
+    file = folder / ".env"
+    settings = {**_owner(), **DEFAULTS, "ROLLGRID_SECRETS": str(folder / "secrets"), **_read(file), **changes}
     if "ROLLGRID_POLICIES" not in changes and _names_model(changes, settings):
         settings["ROLLGRID_POLICIES"] = json.dumps([_policy(settings)])
     owner = int(settings["ROLLGRID_UID"]), int(settings["ROLLGRID_GID"])
-    folder = Path(HERE, settings.get("ROLLGRID_SECRETS", "secrets"))
-    made = make_secrets(folder, owner)
-    _write(HERE / ".env", "".join(f"{name}={_quoted(value)}\n" for name, value in sorted(settings.items())))
-    sys.stdout.write(f"settings: {HERE / '.env'}\nsecrets:  {folder} ({len(made)} made)\n")
-    sys.stdout.write(f"api key:  {folder / 'api_key'}\n")
+    places = Path(settings["ROLLGRID_SECRETS"])
+    made = make_secrets(places, owner)
+    _write(file, "".join(f"{name}={_quoted(value)}\n" for name, value in sorted(settings.items())))
+    sys.stdout.write(f"settings: {file}\nsecrets:  {places} ({len(made)} made)\napi key:  {places / 'api_key'}\n")
     return 0
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, found, value = text.partition("=")
+    if not found or not re.fullmatch(r"[A-Z][A-Z0-9_]*", name):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+    return name, value
 
 
 def make_secrets(folder: Path, owner: tuple[int, int]) -> list[str]:
@@ -141,4 +148,4 @@ def _write(path: Path, text: str, owner: tuple[int, int] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""deploy/compose.yaml brought up for real, unmodified; `make test-compose`."""

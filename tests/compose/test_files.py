@@ -1,0 +1,74 @@
+"""deploy/'s files by themselves: what they may not hold, and the credentials that are made."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+from .project import ROOT
+
+DEPLOY = ROOT / "deploy"
+COMPOSE = (DEPLOY / "compose.yaml").read_text()
+
+
+def credentials(folder: Path, *settings: str) -> dict[str, str]:
+    """The `.env` that deploy/credentials.py writes."""
+    argv = [sys.executable, str(DEPLOY / "credentials.py"), "--folder", str(folder), *settings]
+    subprocess.run(argv, check=True, capture_output=True, timeout=30)
+    pairs = (line.partition("=") for line in (folder / ".env").read_text().splitlines())
+    return {name: value.strip("'") for name, _, value in pairs}
+
+
+def test_images_have_official_names_and_pinned_tags() -> None:
+    images = re.findall(r"^\s*image: (\S+)", COMPOSE, re.MULTILINE)
+    foreign = [image for image in images if not image.startswith("rollgrid/")]
+    assert len(foreign) == 3
+    for image in foreign:
+        name, _, tag = image.partition(":")
+        assert "." not in name.partition("/")[0], f"{image} names a registry"
+        assert re.search(r"\d+\.\d+", tag), f"{image} is not pinned"
+
+
+def test_ports_are_published_on_loopback_only() -> None:
+    published = re.findall(r"^\s*ports: \[(.*)\]$", COMPOSE, re.MULTILINE)
+    assert published
+    assert all(entry.startswith('"127.0.0.1:') for entry in published)
+
+
+def test_every_secret_is_private_random_and_kept(tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    (tmp_path / "two").mkdir()
+    settings, other = credentials(tmp_path / "one"), credentials(tmp_path / "two")
+    first = {path.name: path.read_bytes() for path in (tmp_path / "one/secrets").iterdir()}
+    assert set(re.findall(r"}/(\w+)\"}", COMPOSE)) == first.keys() - {"api_key"}
+    for path in [*(tmp_path / "one/secrets").iterdir(), tmp_path / "one/.env"]:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
+    for name, text in first.items():
+        assert text != (tmp_path / "two/secrets" / name).read_bytes(), name
+    credentials(tmp_path / "one")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "one/secrets").iterdir()} == first
+    assert settings["ROLLGRID_UID"] == other["ROLLGRID_UID"] != "0"
+    if os.getuid() == 0:
+        assert (tmp_path / "one/secrets/nats_password").stat().st_uid == int(settings["ROLLGRID_UID"])
+
+
+def test_ingest_gets_the_digest_of_the_key_alone(tmp_path: Path) -> None:
+    credentials(tmp_path)
+    key = (tmp_path / "secrets/api_key").read_text()
+    entries = (tmp_path / "secrets/api_keys").read_text()
+    assert key not in entries
+    assert [entry["key_sha256"] for entry in json.loads(entries)] == [hashlib.sha256(key.encode()).hexdigest()]
+
+
+def test_another_model_changes_the_policies_unless_they_were_set(tmp_path: Path) -> None:
+    assert json.loads(credentials(tmp_path)["ROLLGRID_POLICIES"])[0]["path"] == "/models/smollm2-135m-r1"
+    changed = credentials(tmp_path, "ROLLGRID_MODEL=tiny-r1", "ROLLGRID_POLICY=tiny")
+    assert json.loads(changed["ROLLGRID_POLICIES"]) == [{"name": "tiny", "path": "/models/tiny-r1", "dtype": "float32"}]
+    assert credentials(tmp_path)["ROLLGRID_MODEL"] == "tiny-r1"
+    assert credentials(tmp_path, "ROLLGRID_MODEL=x", "ROLLGRID_POLICIES=[]")["ROLLGRID_POLICIES"] == "[]"
