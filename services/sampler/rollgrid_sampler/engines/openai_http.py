@@ -43,6 +43,7 @@ from .progress import End, Progress
 
 TOKEN_PREFIX = "token_id:"
 """How servers spell ids in logprob keys when asked to."""
+STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
 FALLBACK_VOCAB = 1 << 20
 """The models route does not tell the vocabulary; ids beyond the real one are refused by the server."""
 
@@ -106,7 +107,10 @@ class OpenAIEngine:
     async def _whole(self, request: GenerationRequest) -> Generated:
         began = time.time()
         try:
-            answer = await self._http.post("/v1/completions", json=self._body(request))
+            body = self._body(request)
+            if request.sampling.prompt_logprobs is not None:  # only with a whole answer
+                body["prompt_logprobs"] = request.sampling.prompt_logprobs
+            answer = await self._http.post("/v1/completions", json=body)
         except httpx2.HTTPError as error:
             raise EngineDead(f"the server does not answer: {error!r}") from error
         _refuse(answer)
@@ -123,7 +127,7 @@ class OpenAIEngine:
         end = progress.end(last if last in self._eos_ids else None)
         if end is None:
             end = await self._portions(request, progress, served)
-        if sampling.prompt_logprobs is not None:  # the route gives them with a whole answer only
+        if sampling.prompt_logprobs is not None:
             scoring = msgspec.structs.replace(sampling, max_tokens=0)
             whole = await self._whole(msgspec.structs.replace(request, sampling=scoring))
             progress.prompt_logprobs = whole.prompt_logprobs
@@ -131,7 +135,7 @@ class OpenAIEngine:
 
     async def _portions(self, request: GenerationRequest, progress: Progress, served: ServedText) -> End:
         start, end = len(progress.token_ids), None
-        async for chunk in self._chunks(self._body(request, start)):
+        async for chunk in self._chunks(self._body(request, start) | STREAMED):
             for choice in chunk.get("choices") or ():
                 reason, ids = choice.get("finish_reason"), choice.get("token_ids")
                 if ids is None:
@@ -150,7 +154,6 @@ class OpenAIEngine:
 
     async def _chunks(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """The server-sent events of one request."""
-        body |= {"stream": True, "stream_options": {"include_usage": True}}
         try:
             async with self._http.stream("POST", "/v1/completions", json=body) as answer:
                 if answer.status_code >= 400:
@@ -210,8 +213,6 @@ class OpenAIEngine:
             value = getattr(sampling, name)
             if value != getattr(_DEFAULTS, name):
                 body[name] = list(value) if isinstance(value, tuple) else value
-        if sampling.prompt_logprobs is not None and not offset:
-            body["prompt_logprobs"] = sampling.prompt_logprobs
         if seed is not None:
             body["seed"] = seed
         if request.cache_salt is not None:
