@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -271,6 +273,54 @@ def test_whole_answers_carry_calls_reasoning_and_what_could_not_be_read(ingest: 
 async def streamed_whole(ingest: Door, body: dict[str, Any], script: Any, reader: Reader) -> None:
     found = await streamed(ingest, "/v1/chat/completions", body, script)
     reader.lines, reader.status = found.lines, found.status
+
+
+def test_a_slow_client_holds_little_and_gets_the_rest_from_the_record(ingest: Door) -> None:
+    """Frames for a client that reads nothing are dropped at the bound; when it reads, it gets the whole record."""
+    size = 400
+    ids = [1 + at % 9 for at in range(size)]
+
+    def dropped() -> float:
+        found = re.search(r"^rollgrid_ingest_frames_dropped_total (\S+)", ingest.process.metrics(), re.M)
+        return float(found[1]) if found else 0.0
+
+    async def play_slowly() -> bytes:
+        seen = {job.group_id for job in await ingest.stored_jobs()}
+        before = await asyncio.to_thread(dropped)
+        body = json.dumps({**CHAT, "max_tokens": 400, "logprobs": True, "top_logprobs": 0}).encode()
+        with socket.socket() as lazy:
+            lazy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            lazy.setblocking(False)
+            loop = asyncio.get_running_loop()
+            await loop.sock_connect(lazy, ("127.0.0.1", int(ingest.url.rpartition(":")[2])))
+            head = f"POST /v1/chat/completions HTTP/1.0\r\ncontent-length: {len(body)}\r\n\r\n"
+            await loop.sock_sendall(lazy, head.encode() + body)
+            async with ingest.connected() as bus:
+                job = None
+                while job is None:
+                    job = next((job for job in await ingest.stored_jobs() if job.group_id not in seen), None)
+                worker = Worker(bus, job)
+                frames = 0
+                while await asyncio.to_thread(dropped) == before:
+                    for _ in range(20):
+                        await worker.frame(ids, frames * size)
+                        frames += 1
+                await worker.finish(ids * frames)
+                answer = b""
+                while data := await loop.sock_recv(lazy, 2**20):
+                    answer += data
+                return answer
+
+    async def bounded() -> bytes:
+        async with asyncio.timeout(90):
+            return await play_slowly()
+
+    reader = Reader()
+    reader.lines = [line for line in asyncio.run(bounded()).decode().splitlines() if line]
+    found = content(reader)
+    assert "data: [DONE]" in reader.lines
+    assert len(found) % len(words(ids)) == 0
+    assert found == words(ids) * (len(found) // len(words(ids)))
 
 
 def test_generate_streams_ids_alone(ingest: Door) -> None:
