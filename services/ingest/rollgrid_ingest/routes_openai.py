@@ -123,12 +123,8 @@ ANSWERS: dict[str, Answering] = {
 """The calls that wait, by path; all are POST."""
 
 _DESCRIBED = {
-    "/v1/completions": described(
-        "Complete prompts", body=CompletionRequest, answer=CompletionResponse, streamed=True
-    ),
-    "/v1/chat/completions": described(
-        "Complete a conversation", body=ChatRequest, answer=ChatResponse, streamed=True
-    ),
+    "/v1/completions": described("Complete prompts", body=CompletionRequest, answer=CompletionResponse, streamed=True),
+    "/v1/chat/completions": described("Complete a conversation", body=ChatRequest, answer=ChatResponse, streamed=True),
     "/v1/score_tokens": described("Logprobs of given tokens", body=ScoreRequest, answer=ScoreResponse),
     "/inference/v1/generate": described(
         "Token in, token out", body=GenerateRequest, answer=GenerateResponse, streamed=True
