@@ -1,13 +1,15 @@
 """Credentials and settings of the compose stack: made once, random, for the containers' user alone.
 
-    python3 deploy/credentials.py [--folder FOLDER] [NAME=VALUE ...]
+    python deploy/credentials.py [--folder FOLDER] [--tenant NAME ...] [NAME=VALUE ...]
 
 Writes deploy/secrets/* (a file per secret, 0600) where they are missing, and deploy/.env, which
 `docker compose -f deploy/compose.yaml` reads by itself.  NAME=VALUE sets a variable of .env for good
 (docs/deploy/compose.md lists them); what is not set keeps its value.  Prints paths, never a secret.
 FOLDER is another place than deploy/, for a second stack: `docker compose --env-file FOLDER/.env`.
-The key for clients is in deploy/secrets/api_key; its sha256 alone goes into the ingest container.
-Needs nothing but Python.
+
+A tenant has secrets/tenants/NAME/api_key, whose sha256 alone goes into a container, and an account of
+its own on NATS with the password in …/nats_password and its name as user.  "local" is always there.
+Needs the environment of `make setup` (ROLLGRID_ENGINE=none will do).
 """
 
 from __future__ import annotations
@@ -21,7 +23,10 @@ import secrets
 import sys
 from pathlib import Path
 
+from rollgrid_contracts.accounts import TenantAccount, accounts_block
+
 HERE = Path(__file__).resolve().parent
+OPERATOR, OWN_TENANT = "rollgrid", "local"
 CONTAINER_USER = 10001
 """Runs the containers when root starts them."""
 
@@ -34,6 +39,7 @@ def main() -> int:
     """Make what is missing."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=HERE)
+    parser.add_argument("--tenant", action="append", default=[], dest="tenants", metavar="NAME")
     parser.add_argument("settings", nargs="*", metavar="NAME=VALUE", type=_pair)
     arguments = parser.parse_args()
     folder, changes = arguments.folder.absolute(), dict(arguments.settings)
@@ -43,9 +49,9 @@ def main() -> int:
         settings["ROLLGRID_POLICIES"] = json.dumps([_policy(settings)])
     owner = int(settings["ROLLGRID_UID"]), int(settings["ROLLGRID_GID"])
     places = Path(settings["ROLLGRID_SECRETS"])
-    made = make_secrets(places, owner)
+    made = make_secrets(places, owner, [OWN_TENANT, *arguments.tenants])
     _write(file, "".join(f"{name}={_quoted(value)}\n" for name, value in sorted(settings.items())))
-    sys.stdout.write(f"settings: {file}\nsecrets:  {places} ({len(made)} made)\napi key:  {places / 'api_key'}\n")
+    sys.stdout.write(f"settings: {file}\nsecrets:  {places} ({made} made)\ntenants:  {places / 'tenants'}\n")
     return 0
 
 
@@ -56,47 +62,58 @@ def _pair(text: str) -> tuple[str, str]:
     return name, value
 
 
-def make_secrets(folder: Path, owner: tuple[int, int]) -> list[str]:
-    """The names of the files made; a file that is there stays."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    made = []
-    # A password and its derived files are made together: one alone would be of no use.
-    for names, texts in _secrets():
-        if all((folder / name).exists() for name in names):
-            continue
-        for name, text in zip(names, texts, strict=True):
-            _write(folder / name, text, owner)
-            made.append(name)
-    for name in made:
-        if name == "api_key":  # the caller's own, not the containers'
-            os.chown(folder / name, os.getuid(), os.getgid())
+def make_secrets(folder: Path, owner: tuple[int, int], tenants: list[str]) -> int:
+    """How many files were made anew or changed; a secret that is there stays."""
+    for place in (folder, folder / "tenants", *(folder / "tenants" / name for name in tenants)):
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+    made = 0
+    for name in ("nats_password", "valkey_password", "s3_access_key", "s3_secret_key"):
+        made += _keep(folder / name, secrets.token_hex(24), owner)
+    for place in (folder / "tenants").iterdir():
+        made += _keep(place / "api_key", f"rg-{secrets.token_urlsafe(32)}")
+        made += _keep(place / "nats_password", secrets.token_hex(24))
+    for name, text in _derived(folder).items():
+        path = folder / name
+        if not path.exists() or path.read_text() != text:
+            _write(path, text, owner)
+            made += 1
     return made
 
 
-def _secrets() -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
-    nats, valkey, access, secret = (secrets.token_hex(24) for _ in range(4))
-    key = f"rg-{secrets.token_urlsafe(32)}"
-    users = f'authorization {{\n  user: "rollgrid"\n  password: "{nats}"\n}}\n'
+def _keep(path: Path, text: str, owner: tuple[int, int] | None = None) -> bool:
+    if path.exists():
+        return False
+    _write(path, text, owner)
+    return True
+
+
+def _derived(folder: Path) -> dict[str, str]:
+    """What the servers and ingest read, made of the secrets."""
+    given = {path.name: path.read_text() for path in folder.iterdir() if path.is_file()}
+    tenants = sorted((folder / "tenants").iterdir())
+    accounts = [TenantAccount(tenant=one.name, password=(one / "nats_password").read_text()) for one in tenants]
     identity = {
         "name": "rollgrid",
-        "credentials": [{"accessKey": access, "secretKey": secret}],
+        "credentials": [{"accessKey": given["s3_access_key"], "secretKey": given["s3_secret_key"]}],
         "actions": ["Admin", "Read", "Write", "List", "Tagging"],
     }
-    entry = {
-        "key_sha256": hashlib.sha256(key.encode()).hexdigest(),
-        "tenant": "local",
-        "scopes": ["submit", "read", "admin"],
-        "name": "made by deploy/credentials.py",
-    }
-    return [
-        (("nats_password", "nats_auth"), (nats, users)),
-        (
-            ("valkey_password", "valkey_auth", "redis_url"),
-            (valkey, f"requirepass {valkey}\n", f"redis://:{valkey}@valkey:6379/0"),
-        ),
-        (("s3_access_key", "s3_secret_key", "s3_identities"), (access, secret, json.dumps({"identities": [identity]}))),
-        (("api_key", "api_keys"), (key, json.dumps([entry], indent=2) + "\n")),
+    keys = [
+        {
+            "key_sha256": hashlib.sha256((one / "api_key").read_bytes()).hexdigest(),
+            "tenant": one.name,
+            "scopes": ["submit", "read", *(["admin"] if one.name == OWN_TENANT else [])],
+            "name": "made by deploy/credentials.py",
+        }
+        for one in tenants
     ]
+    valkey = given["valkey_password"]
+    return {
+        "nats_auth": accounts_block(OPERATOR, given["nats_password"], accounts),
+        "valkey_auth": f"requirepass {valkey}\n",
+        "redis_url": f"redis://:{valkey}@valkey:6379/0",
+        "s3_identities": json.dumps({"identities": [identity]}),
+        "api_keys": json.dumps(keys, indent=2) + "\n",
+    }
 
 
 def _owner() -> dict[str, str]:

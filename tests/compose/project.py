@@ -58,8 +58,13 @@ class Project:
         return self.folder / "secrets"
 
     @property
+    def tenant(self) -> Path:
+        """Where the secrets of the tenant "local" are."""
+        return self.secrets / "tenants" / "local"
+
+    @property
     def key(self) -> str:
-        return (self.secrets / "api_key").read_text().strip()
+        return (self.tenant / "api_key").read_text()
 
     def write_settings(self, settings: dict[str, str]) -> None:
         pairs = [f"{name}={value}" for name, value in settings.items()]

@@ -52,8 +52,8 @@ def test_every_container_is_healthy_and_unprivileged(project: Project) -> None:
 
 
 def test_no_secret_is_in_an_environment_an_argument_or_an_image(project: Project) -> None:
-    secrets = {path.name: path.read_text().strip() for path in project.secrets.iterdir()}
-    plain = [text for name, text in secrets.items() if name not in ("nats_auth", "valkey_auth", "s3_identities")]
+    secrets = [path.read_text().strip() for path in project.secrets.rglob("*") if path.is_file()]
+    plain = [text for text in secrets if "\n" not in text]
     containers = project.containers().values()
     images = {container["Image"] for container in containers}
     seen = json.dumps([container["Config"] for container in containers])
@@ -143,6 +143,23 @@ def test_the_openai_suite_passes(project: Project) -> None:
     answer = subprocess.run(argv, check=False, capture_output=True, text=True, env=env, cwd=ROOT, timeout=600)
     assert answer.returncode == 0, answer.stdout[-8000:]
     assert int(re.search(r"(\d+) passed", answer.stdout)[1]) >= 20  # type: ignore[index]
+
+
+def test_the_queue_examples_run(project: Project) -> None:
+    """As a tenant's own NATS user: a batch is published, its trajectories are followed."""
+    env = {**os.environ, "NATS_URL": f"nats://127.0.0.1:{project.nats_port}", "TENANT": "local", "NATS_USER": "local"}
+    env["NATS_PASSWORD"] = (project.tenant / "nats_password").read_text()
+    said = [
+        subprocess.run(
+            [sys.executable, f"examples/{name}.py", *arguments],
+            check=True, capture_output=True, text=True, env=env, cwd=ROOT, timeout=120,
+        ).stdout
+        for name, *arguments in (("queue_publish", "by-queue", "step-1"), ("queue_follow", "2"))
+    ]  # fmt: skip
+    assert json.loads(said[0])["stream"] == "RG_SUBMIT"
+    groups = [json.loads(line) for line in said[1].splitlines()]
+    assert [group["run"] for group in groups] == ["by-queue"] * 2
+    assert all(len(group["tokens"]) == 4 and all(group["tokens"]) for group in groups)
 
 
 def test_every_container_ends_by_itself(project: Project) -> None:
