@@ -14,6 +14,9 @@ from .wire import INT64, Refusable, invalid, over_limit
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logprob_token_ids": ([],),
+    "prompt_logprob_token_ids": ([],),
+    "prompt_logprob_start": (0,),
+    "trace_decode_token_ids": ([],),
     "repetition_detection": (),
     "thinking_token_budget": (-1,),
     "use_beam_search": (False,),
@@ -26,7 +29,15 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Known fields that change the result and are not offered yet: refused by name unless neutral."""
 
-IGNORED = ("detokenize", "output_kind", "skip_clone", "spaces_between_special_tokens", "stream_interval")
+IGNORED = (
+    "detokenize",
+    "flat_logprobs",
+    "output_kind",
+    "skip_clone",
+    "skip_reading_prefix_cache",
+    "spaces_between_special_tokens",
+    "stream_interval",
+)
 """Known fields without any influence on ids and logprobs: accepted and ignored."""
 
 
@@ -61,6 +72,9 @@ class SamplingFields(Refusable, forbid_unknown_fields=True, kw_only=True):
     response_format: dict[str, Any] | None = None
     # refused unless neutral
     logprob_token_ids: Any = None
+    prompt_logprob_token_ids: Any = None
+    prompt_logprob_start: Any = None
+    trace_decode_token_ids: Any = None
     repetition_detection: Any = None
     thinking_token_budget: Any = None
     use_beam_search: Any = None
@@ -72,8 +86,10 @@ class SamplingFields(Refusable, forbid_unknown_fields=True, kw_only=True):
     truncate_prompt_tokens: Any = None
     # ignored
     detokenize: Any = None
+    flat_logprobs: Any = None
     output_kind: Any = None
     skip_clone: Any = None
+    skip_reading_prefix_cache: Any = None
     spaces_between_special_tokens: Any = None
     stream_interval: Any = None
 
