@@ -9,6 +9,7 @@ nothing more.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from typing import Any
 
@@ -42,17 +43,22 @@ BUG_DELAY_S = 5.0
 
 
 class Handler:
-    """For one kind of scorer.  `name` is this process's own and travels as `scorer_id`."""
+    """For one kind of scorer.  `name` is this process's own and travels as `scorer_id`.
 
-    def __init__(self, bus: Bus, commit: GroupCommit, judge: Judge, name: str) -> None:
+    `large` events that travelled as claim checks are in hand at once: they may be many times as large as others.
+    """
+
+    def __init__(self, bus: Bus, commit: GroupCommit, judge: Judge, name: str, large: int) -> None:
         self._bus, self._commit, self._judge, self._name = bus, commit, judge, name
+        self._large = asyncio.Semaphore(large)
 
     async def handle(self, delivery: Delivery) -> None:
         """Score one event and acknowledge it; on a bug of ours it is redelivered until its deadline."""
         QUEUE_WAIT.observe(max(0.0, time.time() - delivery.timestamp))
         try:
             with EVENT_SECONDS.time(), bound(group=delivery.headers.get(Header.GROUP)):
-                outcome = await self._handle(delivery)
+                async with self._large if Header.CLAIM in delivery.headers else contextlib.nullcontext():
+                    outcome = await self._handle(delivery)
         except NotNow as postponed:
             EVENTS.labels("postponed").inc()
             await delivery.nak(postponed.delay_s)

@@ -34,6 +34,7 @@ PROBE_PERIOD_S = 5.0
 PROBE_TIMEOUT_S = 10.0
 STALE_S = 20.0
 """A part whose last proof is older than this is a problem."""
+LARGE_AT_ONCE = 16
 
 
 class ScorerService:
@@ -64,8 +65,9 @@ class ScorerService:
         metrics.REPLACED.set_function(lambda: self.pool.replaced)
         self._commit = GroupCommit(self._bus)
         verifiers = Verifiers(self.pool, self.registry, self.settings.max_timeout_s)
-        for judge, limit in ((verifiers, self.settings.max_events), (self._webhooks(), self.settings.webhook_events)):
-            await self._read(judge, limit, instance)
+        await self._read(verifiers, instance, self.settings.max_events, LARGE_AT_ONCE)
+        # each webhook has its share of these, the large ones included: a bound of their own would let one stop all
+        await self._read(self._webhooks(), instance, self.settings.webhook_events, self.settings.webhook_events)
         await self._probe()
 
     def _webhooks(self) -> Webhooks:
@@ -84,8 +86,8 @@ class ScorerService:
             client, allowed, turns, keys, running=settings.webhook_running, max_timeout_s=settings.max_timeout_s
         )
 
-    async def _read(self, judge: Judge, limit: int, instance: str) -> None:
-        handler = Handler(self._bus, self._commit, judge, instance)
+    async def _read(self, judge: Judge, instance: str, limit: int, large: int) -> None:
+        handler = Handler(self._bus, self._commit, judge, instance, large)
         reader = Reader(self._bus, topology.scorer_consumer(judge.kind), handler, limit)
         await reader.ensure_consumer()
         self._readers.append(reader)

@@ -21,9 +21,9 @@ class ScorerSettings(ServiceSettings):
 
     workers: int = Field(default=max(2, os.cpu_count() or 2), ge=2, description="worker processes for verifiers")
     worker_memory_mb: int = Field(default=4096, ge=0, description="address space of one worker, MiB; 0 = unlimited")
-    max_events: int = Field(default=64, ge=1, description="events of RG_SAMPLES held at once")
+    max_events: int = Field(default=256, ge=1, description="events of RG_SAMPLES held at once")
     max_timeout_s: float = Field(default=600.0, gt=0, description="upper bound of a job's own timeout_s")
-    webhook_events: int = Field(default=256, ge=8, description="events for webhooks held at once")
+    webhook_events: int = Field(default=128, ge=8, description="events for webhooks held at once")
     webhook_share: int = Field(default=32, ge=1, description="of these, events of one tenant and webhook")
     webhook_running: int = Field(default=8, ge=1, description="calls at a time to one webhook for one tenant")
     webhook_attempts: int = Field(default=4, ge=1, le=10, description="tries when the infrastructure fails")
