@@ -12,7 +12,6 @@ from rollgrid_contracts.checkpoints import PolicyState
 from rollgrid_contracts.jobs import ParsingSpec, Priority, Reply, Rights, SamplingParams, WeightConstraint
 from rollgrid_contracts.scoring import ScorerSpec
 
-
 _batch_id = lru_cache(maxsize=1024)(ids.batch_id)
 _group_id = lru_cache(maxsize=8192)(ids.group_id)
 """A request asks for its ids several times, and each is a sha256."""

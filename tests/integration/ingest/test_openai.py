@@ -49,7 +49,7 @@ class Streamed:
     def __init__(self, chunks: Any) -> None:
         self.text: dict[int, str] = {}
         self.ids: dict[int, list[int]] = {}
-        self.logprobs: dict[int, list[float]] = {}
+        self.logprobs: dict[int, list[float | None]] = {}
         self.reasons: dict[int, str] = {}
         self.order: list[int] = []
         self.usage: Any = None
@@ -260,7 +260,7 @@ def test_an_echo_begins_with_the_prompt(
     if stream:
         found = Streamed(client.completions.create(**asked, stream=True))
         texts, reasons = found.text, found.reasons
-        logged = found.logprobs
+        logged: dict[int, list[float | None]] = found.logprobs
     else:
         answer = client.completions.create(**asked)
         texts = {choice.index: choice.text for choice in answer.choices}

@@ -224,6 +224,7 @@ def test_calls_and_reasoning_are_streamed_and_end_as_tool_calls(ingest: Door) ->
 
     reader = play(ingest, script, model="caller", tools=TOOLS)
     spec = jobs[0].parsing
+    assert spec is not None
     assert (spec.tool_parser, spec.reasoning_parser, spec.tool_choice) == ("hermes", "qwen3", "auto")
     assert spec.tools == tuple(TOOLS)
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks(reader)]

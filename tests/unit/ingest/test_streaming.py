@@ -86,7 +86,8 @@ def answers(draw: st.DrawFn) -> Answer:
 def troubled(draw: st.DrawFn, *, same: bool) -> tuple[Answer, list[TokenFrame | str], Answer]:
     """An answer, what comes of it in which order, and the answer that the record has."""
     first = draw(answers())
-    answer, found = first, []
+    answer = first
+    found: list[TokenFrame | str] = []
     attempt, start = 1, 0
     for _ in range(draw(st.integers(1, 12))):
         match draw(st.sampled_from(("next", "next", "next", "lose", "double", "restart", "over", "old"))):
