@@ -69,8 +69,9 @@ def make_secrets(folder: Path, owner: tuple[int, int], tenants: list[str]) -> in
     made = 0
     for name in ("nats_password", "valkey_password", "s3_access_key", "s3_secret_key"):
         made += _keep(folder / name, secrets.token_hex(24), owner)
+    made += _keep(folder / "metrics_key", _new_key(), owner)
     for place in (folder / "tenants").iterdir():
-        made += _keep(place / "api_key", f"rg-{secrets.token_urlsafe(32)}")
+        made += _keep(place / "api_key", _new_key())
         made += _keep(place / "nats_password", secrets.token_hex(24))
     for name, text in _derived(folder).items():
         path = folder / name
@@ -98,14 +99,12 @@ def _derived(folder: Path) -> dict[str, str]:
         "actions": ["Admin", "Read", "Write", "List", "Tagging"],
     }
     keys = [
-        {
-            "key_sha256": hashlib.sha256((one / "api_key").read_bytes()).hexdigest(),
-            "tenant": one.name,
-            "scopes": ["submit", "read", *(["admin"] if one.name == OWN_TENANT else [])],
-            "name": "made by deploy/credentials.py",
-        }
+        _entry(
+            (one / "api_key").read_text(), one.name, "submit", "read", *(["admin"] if one.name == OWN_TENANT else [])
+        )
         for one in tenants
     ]
+    keys.append(_entry(given["metrics_key"], OWN_TENANT, "admin"))
     valkey = given["valkey_password"]
     return {
         "nats_auth": accounts_block(OPERATOR, given["nats_password"], accounts),
@@ -114,6 +113,16 @@ def _derived(folder: Path) -> dict[str, str]:
         "s3_identities": json.dumps({"identities": [identity]}),
         "api_keys": json.dumps(keys, indent=2) + "\n",
     }
+
+
+def _new_key() -> str:
+    return f"rg-{secrets.token_urlsafe(32)}"
+
+
+def _entry(key: str, tenant: str, *scopes: str) -> dict[str, object]:
+    """One key in ingest's file."""
+    digest = hashlib.sha256(key.encode()).hexdigest()
+    return {"key_sha256": digest, "tenant": tenant, "scopes": scopes, "name": "made by deploy/credentials.py"}
 
 
 def _owner() -> dict[str, str]:

@@ -34,7 +34,7 @@ def read(folder: Path) -> dict[str, str]:
 def test_images_have_official_names_and_pinned_tags() -> None:
     images = re.findall(r"^\s*image: (\S+)", COMPOSE, re.MULTILINE)
     foreign = [image for image in images if not image.startswith("rollgrid/")]
-    assert len(foreign) == 3
+    assert {image.partition(":")[0] for image in foreign} >= {"nats", "valkey/valkey", "chrislusf/seaweedfs"}
     for image in foreign:
         name, _, tag = image.partition(":")
         assert "." not in name.partition("/")[0], f"{image} names a registry"
@@ -69,7 +69,7 @@ def test_ingest_gets_the_digest_of_the_key_alone(tmp_path: Path) -> None:
     key = (tmp_path / "secrets/tenants/local/api_key").read_text()
     entries = (tmp_path / "secrets/api_keys").read_text()
     assert key not in entries
-    assert [entry["key_sha256"] for entry in json.loads(entries)] == [hashlib.sha256(key.encode()).hexdigest()]
+    assert hashlib.sha256(key.encode()).hexdigest() in {entry["key_sha256"] for entry in json.loads(entries)}
 
 
 def test_another_model_changes_the_policies_unless_they_were_set(tmp_path: Path) -> None:
@@ -88,6 +88,5 @@ def test_a_further_tenant_gets_a_key_and_an_account_and_the_others_keep_theirs(t
     assert {name for name in after if after[name] != before.get(name)} == {
         "tenants/acme/api_key", "tenants/acme/nats_password", "nats_auth", "api_keys",
     }  # fmt: skip
-    assert [(entry["tenant"], "admin" in entry["scopes"]) for entry in json.loads(after["api_keys"])] == [
-        ("acme", False), ("local", True),
-    ]  # fmt: skip
+    scopes = {(entry["tenant"], *entry["scopes"]) for entry in json.loads(after["api_keys"])}
+    assert scopes == {("acme", "submit", "read"), ("local", "submit", "read", "admin"), ("local", "admin")}
