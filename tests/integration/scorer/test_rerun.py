@@ -47,7 +47,7 @@ def pipe(hook: WebhookServer) -> Iterator[Stack]:
 @pytest.fixture(scope="module")
 def groups(pipe: Stack, hook: WebhookServer) -> list[Group]:
     """Five tasks of two samples, the last without a reference for `sound`; then the only sampler ends."""
-    scorers = [
+    scorers: list[Any] = [
         {"type": "sound", "name": "sound"},
         {"type": "webhook", "weight": 0.5, "params": {"url": hook.url("/score")}},
         {"type": "length", "gate": True, "params": {"min": 1, "max": 8, "ramp": 8}},

@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
@@ -20,7 +20,7 @@ from rollgrid_runtime.bus import Bus
 from rollgrid_runtime.errors import QueueFull
 from rollgrid_runtime.settings import NatsSettings, S3Settings
 
-from tests.support.servers import NatsServer, SeaweedServer
+from tests.support.servers import NatsServer, SeaweedServer, nats_server, new_bucket
 from tests.support.services import ServiceProcess, run_service
 from tests.support.waiting import until, wait_until
 
@@ -29,15 +29,43 @@ DURABLE = topology.scorer_consumer(ScorerKind.VERIFIER).durable
 EXACT = ScorerSpec(name="exact", type="exact_match")
 
 
-@pytest.fixture
-def env(nats: NatsServer, s3_server: SeaweedServer, s3: S3Settings) -> dict[str, str]:
+def environment(nats: NatsServer, s3_server: SeaweedServer, bucket: str) -> dict[str, str]:
     return {
         **nats.env(),
-        **s3_server.env(s3.bucket),
+        **s3_server.env(bucket),
         "PYTHONPATH": ROOT,
         "ROLLGRID_NATS_ACK_WAIT_S": "3",
         "ROLLGRID_SCORER_VERIFIERS": "obedient=tests.support.verifiers:Obedient",
     }
+
+
+class Shared(NamedTuple):
+    """One NATS and one scorer for the tests that leave both whole."""
+
+    nats: NatsSettings
+    s3: S3Settings
+    scorer: ServiceProcess
+
+
+@pytest.fixture(scope="module")
+def shared(s3_server: SeaweedServer) -> Iterator[Shared]:
+    bucket = new_bucket()
+    with nats_server() as nats, run_service("scorer", environment(nats, s3_server, bucket)) as scorer:
+        yield Shared(nats.settings(), s3_server.settings(bucket), scorer)
+
+
+@pytest.fixture
+async def shared_bus(shared: Shared) -> AsyncIterator[Bus]:
+    store = Blobs(shared.s3)
+    connection = await Bus.connect(shared.nats, "test", store)
+    yield connection
+    await connection.close()
+    store.close()
+
+
+@pytest.fixture
+def env(nats: NatsServer, s3_server: SeaweedServer, s3: S3Settings) -> dict[str, str]:
+    return environment(nats, s3_server, s3.bucket)
 
 
 @pytest.fixture
@@ -120,8 +148,8 @@ def by_index(answer: SamplesScored) -> dict[int, SampleScores]:
     return {result.index: result for result in answer.results}
 
 
-async def test_one_answer_per_event_for_succeeded_samples(bus: Bus) -> None:
-    sequence, subject, answer = await scored(bus, finished("yes", None, "no", answer="yes"))
+async def test_one_answer_per_event_for_succeeded_samples(shared_bus: Bus) -> None:
+    sequence, subject, answer = await scored(shared_bus, finished("yes", None, "no", answer="yes"))
     assert subject == "rg.0.samples.done.acme.-"
     assert (answer.group_id, answer.job_seq, answer.finished_seq) == ("g1", 7, sequence)
     assert sorted(by_index(answer)) == [0, 2]
@@ -131,22 +159,22 @@ async def test_one_answer_per_event_for_succeeded_samples(bus: Bus) -> None:
     assert (score.scorer, score.version, score.status) == ("exact", "1", ScoreStatus.SCORED)
 
 
-async def test_several_scorers_and_the_next_kind(bus: Bus) -> None:
+async def test_several_scorers_and_the_next_kind(shared_bus: Bus) -> None:
     specs = (
         EXACT,
         ScorerSpec(name="number", type="numeric"),
         ScorerSpec(name="judge", type="judge", kind=ScorerKind.JUDGE),
     )
-    _, subject, answer = await scored(bus, finished("#### 4", scorers=specs, answer="4"))
+    _, subject, answer = await scored(shared_bus, finished("#### 4", scorers=specs, answer="4"))
     assert subject == "rg.0.samples.judge.acme.-"
     assert {score.scorer: score.value for score in answer.results[0].scores} == {"exact": 0.0, "number": 1.0}
 
 
-async def test_failures_are_null_with_their_status(bus: Bus, scorer: ServiceProcess) -> None:
+async def test_failures_are_null_with_their_status(shared_bus: Bus, shared: Shared) -> None:
     """crash, hang, NaN: the group still gets its answer, and no failure is a 0."""
     spec = ScorerSpec(name="o", type="obedient", timeout_s=2)
     texts = ("fine", "crash", "nan", "hang", "raise", "fine", "invalid")
-    _, _, answer = await scored(bus, finished(*texts, scorers=(spec,)))
+    _, _, answer = await scored(shared_bus, finished(*texts, scorers=(spec,)))
     found = {index: result.scores[0] for index, result in by_index(answer).items()}
     assert [found[index].status.value for index in range(7)] == [
         "scored",
@@ -159,33 +187,33 @@ async def test_failures_are_null_with_their_status(bus: Bus, scorer: ServiceProc
     ]
     assert [found[index].value for index in range(7)] == [0.5, None, None, None, None, 0.5, 0.0]
     assert found[1].attempt == 2
-    assert scorer.is_ready()
+    assert shared.scorer.is_ready()
 
 
-async def test_unknown_type_and_a_sample_without_text(bus: Bus) -> None:
+async def test_unknown_type_and_a_sample_without_text(shared_bus: Bus) -> None:
     event = finished("a", scorers=(ScorerSpec(name="x", type="no-such"),))
     mute = Sample(index=1, status=SampleStatus.SUCCEEDED)
     event = msgspec.structs.replace(event, samples=(*event.samples, mute))
-    _, _, answer = await scored(bus, event)
+    _, _, answer = await scored(shared_bus, event)
     details = [result.scores[0].detail or "" for result in answer.results]
     assert "no verifier is named 'no-such'" in details[0]
     assert "no text" in details[1]
 
 
-async def test_events_that_need_no_answer_are_acknowledged(bus: Bus) -> None:
+async def test_events_that_need_no_answer_are_acknowledged(shared_bus: Bus) -> None:
     """All failed; past the deadline; without a task; not even readable."""
-    first = await publish(bus, finished(None, None))
-    await publish(bus, finished("a", answer="a", deadline=time.time() - 1))
+    first = await publish(shared_bus, finished(None, None))
+    await publish(shared_bus, finished("a", answer="a", deadline=time.time() - 1))
     subject = subjects.samples(ScorerKind.VERIFIER, "acme")
-    await bus.publish(subject, b"\xff not msgpack")
-    await bus.publish(subject, msgspec.structs.replace(finished("a"), scoring=None))
-    await acknowledged(bus)
-    assert await stored_from(bus, first) == []
+    await shared_bus.publish(subject, b"\xff not msgpack")
+    await shared_bus.publish(subject, msgspec.structs.replace(finished("a"), scoring=None))
+    await acknowledged(shared_bus)
+    assert await stored_from(shared_bus, first) == []
 
 
-async def test_payloads_over_the_inline_limit(bus: Bus) -> None:
+async def test_payloads_over_the_inline_limit(shared_bus: Bus) -> None:
     long = "x" * 300_000
-    _, _, answer = await scored(bus, finished(long, "y", answer=long))
+    _, _, answer = await scored(shared_bus, finished(long, "y", answer=long))
     assert [result.scores[0].value for result in answer.results] == [1.0, 0.0]
 
 
@@ -210,15 +238,15 @@ def _zombie(pid: int) -> bool:
         return True
 
 
-async def test_heartbeats_keep_a_slow_event_here(bus: Bus) -> None:
+async def test_heartbeats_keep_a_slow_event_here(shared_bus: Bus) -> None:
     """A verdict that takes longer than the ack-wait is scored once."""
     event = finished("slow 5", scorers=(ScorerSpec(name="o", type="obedient", timeout_s=20),))
-    sequence, _, answer = await scored(bus, event, timeout_s=30)
+    sequence, _, answer = await scored(shared_bus, event, timeout_s=30)
     assert answer.results[0].scores[0].attempt == 1
-    info = await bus.consumer_info("RG_SAMPLES", DURABLE)
+    info = await shared_bus.consumer_info("RG_SAMPLES", DURABLE)
     assert info is not None
     assert info.num_redelivered == 0
-    assert len(await stored_from(bus, sequence + 1)) == 1
+    assert len(await stored_from(shared_bus, sequence + 1)) == 1
 
 
 async def test_drain_ends_what_is_held(bus: Bus, scorer: ServiceProcess, tmp_path: Path) -> None:
