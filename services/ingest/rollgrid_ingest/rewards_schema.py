@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from rollgrid_contracts.trajectories import RewardsPosted
 
 from .rollout_schema import PageItem
+from .wire import INT64
+
+
+Cursor = Annotated[int, msgspec.Meta(ge=1, le=INT64 - 1)]
 
 
 class RewardItem(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -32,7 +36,7 @@ class RewardsRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """
 
     rewards: list[RewardItem]
-    cursor: int | None = None
+    cursor: Cursor | None = None
     source: str | None = None
     metadata: dict[str, Any] | None = None
 
@@ -42,7 +46,7 @@ class GroupRewards(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     group_id: str
     rewards: list[RewardItem]
-    cursor: int | None = None
+    cursor: Cursor | None = None
     metadata: dict[str, Any] | None = None
 
 
