@@ -11,9 +11,9 @@ import asyncio
 import dataclasses
 import json
 import time
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rollgrid_contracts import codec, ids, subjects, topology
 from rollgrid_contracts.jobs import SamplingParams, WeightConstraint
@@ -38,6 +38,7 @@ from .tasks import ScorerLike, TaskLike, submission
 if TYPE_CHECKING:
     from nats.aio.client import Client as NatsConnection
 
+T = TypeVar("T")
 CONNECT_S = 10.0
 ATTEMPT_S = 5.0
 PAUSE_S = 0.25
@@ -99,17 +100,18 @@ class NatsClient:
         options: dict[str, Any] = {}
         if self._user is not None:
             options = {"user": self._user, "password": self._password or ""}
+        connecting = nats.connect(
+            self.url,
+            name=f"rollgrid-sdk-{self.tenant}",
+            error_cb=self._on_error,
+            max_reconnect_attempts=-1,
+            reconnect_time_wait=PAUSE_S,
+            connect_timeout=2,
+            **options,
+        )
         try:
-            async with asyncio.timeout(CONNECT_S):
-                self._nats = await nats.connect(
-                    self.url,
-                    name=f"rollgrid-sdk-{self.tenant}",
-                    error_cb=self._on_error,
-                    max_reconnect_attempts=-1,
-                    reconnect_time_wait=PAUSE_S,
-                    connect_timeout=2,
-                    **options,
-                )
+            async with asyncio.timeout(min(CONNECT_S, self.budget_s)):
+                self._nats = await self._unless_refused(connecting)
         except (Error, OSError, TimeoutError) as error:
             self.check()
             raise Unreachable(f"{self.url}: {error!r}") from error
@@ -169,7 +171,7 @@ class NatsClient:
             idempotency_key=key,
         )
 
-    async def trajectories(
+    def trajectories(
         self,
         run: str | None = None,
         *,
@@ -177,7 +179,7 @@ class NatsClient:
         cursor: CursorFile | None = None,
         timeout: float | None = None,
     ) -> AsyncGenerator[Group, None]:
-        """Groups that close, oldest first: of all runs of the tenant, or those of `run`.
+        """Groups as they close, of all runs of the tenant or those of `run`; what comes again comes out of order.
 
         Each comes until it is acknowledged, which is when the next one is asked for: after a crash the
         one in hand comes again, none is skipped.  The place is the durable's, so it is the same for
@@ -187,15 +189,13 @@ class NatsClient:
 
         Raises DeadlineExceeded after `timeout` seconds (None: never).
         """
-        async for group in self._read(run, follower, cursor, timeout, None):
-            yield group
+        return self._read(run, follower, cursor, timeout, None)
 
-    async def groups(
+    def groups(
         self, batch: Queued, *, follower: str = "default", timeout: float | None = None
     ) -> AsyncGenerator[Group, None]:
         """The groups of one batch as they close, as `trajectories`; all other groups are passed over for good."""
-        async for group in self._read(batch.run, follower, None, timeout, set(batch.group_ids)):
-            yield group
+        return self._read(batch.run, follower, None, timeout, set(batch.group_ids))
 
     async def _read(
         self, run: str | None, follower: str, cursor: CursorFile | None, timeout: float | None, wanted: set[str] | None
@@ -243,13 +243,17 @@ class NatsClient:
 
     async def request(self, subject: str, body: bytes, seconds: float, headers: dict[str, str] | None = None) -> bytes:
         """One answer.  Raises nats-py's errors, and at once what the server refuses."""
-        asking = asyncio.ensure_future(self.connection.request(subject, body, timeout=seconds, headers=headers))
-        told = asyncio.ensure_future(self._told.wait())
+        asking = self.connection.request(subject, body, timeout=seconds, headers=headers)
+        return bytes((await self._unless_refused(asking)).data)
+
+    async def _unless_refused(self, work: Coroutine[Any, Any, T]) -> T:
+        """Refusals reach only the error callback: whoever waits need not wait to the end."""
+        asking, told = asyncio.ensure_future(work), asyncio.ensure_future(self._told.wait())
         try:
             await asyncio.wait({asking, told}, return_when=asyncio.FIRST_COMPLETED)
             if not asking.done():
                 self.check()
-            return bytes((await asking).data)
+            return await asking
         finally:
             for task in (asking, told):
                 task.cancel()

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from .nats_client import NatsClient
 
 AHEAD = 32
+NO_MESSAGES, EXPIRED, NOBODY = "404", "408", "503"
+"""Statuses of a pull request that gave nothing."""
+
 REQUEST_S = 20.0
 LOOK_S = 2.0
 """How often a waiting reader sees whether the connection is another one, or the user was refused."""
@@ -135,12 +138,14 @@ class Follower:
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)
-        with contextlib.suppress(Error, OSError, ConfigurationError):
+        with contextlib.suppress(Error, TimeoutError, OSError, ConfigurationError):
             if self._subscription is not None:
                 await self._subscription.unsubscribe()
-            for message in sorted(self._held.values(), key=lambda one: one.sequence):
-                await self._client.connection.publish(message.reply, b"-NAK")
-            await self._client.connection.flush(2)
+            given_back = [message.reply for _, message in sorted(self._held.items())]
+            for reply in given_back[:-1]:
+                await self._client.connection.publish(reply, b"-NAK")
+            for reply in given_back[-1:]:  # the answer to the last says that the server has taken all
+                await self._client.connection.request(reply, b"-NAK", timeout=2)
 
     async def _ask(self) -> None:
         """Keep a request for what is not in hand open at the server."""
@@ -170,7 +175,8 @@ class Follower:
         if status is not None:
             self._open = 0
             self._note(status)
-            self._arrived.set()
+            if status in (EXPIRED, NO_MESSAGES):
+                self._arrived.set()  # ask again at once; whatever else it is, in a while
             return
         self._absent_since = None
         self._open = max(0, self._open - 1)
@@ -184,12 +190,11 @@ class Follower:
         self._arrived.set()
 
     def _note(self, status: str) -> None:
-        """503: nobody serves this durable."""
-        if status != "503":
+        if status != NOBODY:
             self._absent_since = None
         elif self._absent_since is None:
             self._absent_since = time.monotonic()
-        elif time.monotonic() - self._absent_since > ABSENT_S:
+        elif time.monotonic() - self._absent_since > min(ABSENT_S, self._client.budget_s):
             self._client.refuse(
                 NotFound(f"no durable {self._consumer.durable} serves this user", code="not_found", status=404)
             )
