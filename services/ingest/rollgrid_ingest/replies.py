@@ -116,8 +116,12 @@ class Replies:
     async def _answer_take_overs(self, group_id: str, listener: Listener, exits: contextlib.AsyncExitStack) -> None:
         async def on_query(query: StreamQuery, reply: str) -> None:
             state = listener.sent(query.group_id)
-            if state is not None:
+            if state is None:
+                return
+            try:
                 await self._bus.respond(reply, state)
+            except RollgridError as error:  # too much for one message: the worker begins again
+                log.warning("take_over_not_answered", group=query.group_id, error=error.message)
 
         subscription = await self._bus.subscribe(subjects.resume(group_id), StreamQuery, on_query)
         exits.push_async_callback(self._bus.unsubscribe, subscription)
