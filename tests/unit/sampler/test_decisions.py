@@ -13,8 +13,8 @@ from rollgrid_contracts.checkpoints import PolicyState
 from rollgrid_contracts.jobs import Priority, VersionRule, VersionSpan, WeightConstraint
 from rollgrid_contracts.subjects import PoolLane
 from rollgrid_sampler import lifeline
-from rollgrid_sampler.handler import allowed
 from rollgrid_sampler.lanes import parse_durable
+from rollgrid_sampler.resume import allowed
 from rollgrid_sampler.settings import EngineKind, Fault, SamplerSettings
 from rollgrid_sampler.weights import link_base, met, settle, staleness
 
