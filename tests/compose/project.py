@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -33,17 +34,17 @@ class Project:
         self.engine, self.folder = engine, folder
         self.port, self.nats_port = free_port(), free_port()
         self.phases: dict[str, float] = {}
-        model = suite_model()
         (folder / "settings.env").write_text(SETTINGS)
         policies = policy_environment([PATH_ID, VERSION_ID])["ROLLGRID_CHECKPOINT_SYNC_MODELS"]
+        _readable_copy(suite_model(), folder / "models" / MODEL)
         settings = {
             "ROLLGRID_PORT": str(self.port),
             "ROLLGRID_NATS_PORT": str(self.nats_port),
-            "ROLLGRID_MODELS": str(model.parent),
-            "ROLLGRID_MODEL": model.name,
+            "ROLLGRID_MODELS": str(folder / "models"),
+            "ROLLGRID_MODEL": MODEL,
             "ROLLGRID_POLICY": MODEL,
             "ROLLGRID_DTYPE": BASE.dtype,
-            "ROLLGRID_POLICIES": policies.replace(str(model.parent), "/models"),
+            "ROLLGRID_POLICIES": policies.replace(str(suite_model()), f"/models/{MODEL}"),
             "ROLLGRID_SETTINGS": str(folder / "settings.env"),
             "ROLLGRID_NATS_ACK_WAIT_S": "5",
         }
@@ -108,3 +109,10 @@ class Project:
         started = time.monotonic()
         self.compose(*arguments, timeout_s=timeout_s)
         self.phases[phase] = time.monotonic() - started
+
+
+def _readable_copy(model: Path, target: Path) -> None:
+    """The containers' user is not the one that made the model."""
+    shutil.copytree(model, target)
+    for path in (target, *target.iterdir()):
+        path.chmod(0o755 if path.is_dir() else 0o644)
