@@ -56,10 +56,11 @@ async def _rerun(options: argparse.Namespace, source: BinaryIO, sink: BinaryIO) 
     judge = Verifiers(pool, registry, options.max_timeout_s)
     slots, writing = asyncio.Semaphore(AT_ONCE), asyncio.Lock()
     try:
-        await pool.start()
         async with asyncio.TaskGroup() as group:
             position = 0
             while (closed := await asyncio.to_thread(_read, source)) is not None:
+                if not position:
+                    await pool.start()  # takes a second or two: not for an input without records
                 await slots.acquire()
                 group.create_task(_one(judge, position, closed, sink, slots, writing))
                 position += 1

@@ -22,6 +22,6 @@ def test_turn_values_in_parquet() -> None:
         created_at=1.0, closed_at=2.0, entries=entries,
     )  # fmt: skip
     column = to_table([(7, group)])["turn_values"].to_pylist()
-    assert json.loads(column[0]) == {"steps": [0.5, None, 1.0]}
+    assert json.loads(str(column[0])) == {"steps": [0.5, None, 1.0]}
     assert column[1] is None
     assert from_parquet(to_parquet([(7, group)])) == [(7, group)]

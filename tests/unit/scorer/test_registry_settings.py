@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
-from pydantic import ValidationError
+from pydantic import SecretStr, ValidationError
+from rollgrid_runtime.webhooks import AllowList
 from rollgrid_scorer.registry import Registry, parse_reference
 from rollgrid_scorer.rewards.base import ScoreInput, TaskError
 from rollgrid_scorer.settings import ScorerSettings
@@ -47,6 +50,19 @@ def test_settings_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROLLGRID_SCORER_VERIFIERS", "nonsense")
     with pytest.raises(ValidationError, match="name=module:attr"):
         ScorerSettings()
+
+
+def test_webhook_secrets_belong_to_entries_of_the_list(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    allowed = AllowList(["https://a.org/x", "https://b.org private"])
+    assert ScorerSettings().webhook_keys(allowed) == {}
+    file = tmp_path / "secrets"
+    file.write_text('{"https://a.org/x": "whsec_AAEC", "https://b.org": "plain"}\n')
+    monkeypatch.setenv("ROLLGRID_SCORER_WEBHOOK_SECRETS_FILE", str(file))
+    assert ScorerSettings().webhook_keys(allowed) == {"https://a.org/x": b"\x00\x01\x02", "https://b.org": b"plain"}
+    for text in ('{"https://c.org": "hush"}', '{"https://a.org/x": 7}', "hush", '{"https://a.org/x": "whsec_!"}'):
+        with pytest.raises(ValueError, match="secret") as caught:
+            ScorerSettings(webhook_secrets=SecretStr(text)).webhook_keys(allowed)
+        assert "hush" not in str(caught.value)
 
 
 def test_workers_see_no_secrets() -> None:
