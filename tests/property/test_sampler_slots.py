@@ -1,6 +1,8 @@
-"""Slots: never more running than there are, nobody lost, suspects alone, everything freed at the end."""
+"""Slots: never more running than there are places, suspects alone, express places shared, everything freed."""
 
 from __future__ import annotations
+
+from collections import Counter
 
 import pytest
 from hypothesis import settings
@@ -8,56 +10,58 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from rollgrid_sampler.slots import Slots
 
+TENANTS = st.sampled_from("abc")
+
 
 class SlotsMachine(RuleBasedStateMachine):
-    @initialize(total=st.integers(1, 12))
-    def begin(self, total: int) -> None:
-        self.slots = Slots(total)
+    @initialize(total=st.integers(1, 12), express=st.integers(0, 6))
+    def begin(self, total: int, express: int) -> None:
+        self.slots = Slots(total, express)
         self.running: dict[int, int] = {}
-        self.waiting: list[int] = []
+        self.tenants: dict[int, str] = {}
         self.alone: int | None = None
         self.next_key = 0
 
-    @rule(samples=st.integers(1, 20), alone=st.booleans())
-    def admit(self, samples: int, alone: bool) -> None:
+    @rule(tenant=TENANTS, alone=st.booleans())
+    def admit(self, tenant: str, alone: bool) -> None:
         key, self.next_key = self.next_key, self.next_key + 1
         room = self.slots.admissible(alone=alone)
-        busy = sum(self.running.values())
-        expected = not self.running if alone else (self.alone is None and not self.waiting and busy < self.slots.total)
-        assert room is expected
+        assert room is (not self.running if alone else self.alone is None)
         if not room:
             with pytest.raises(ValueError, match="without room"):
-                self.slots.admit(key, samples, alone=alone)
+                self.slots.admit(key, tenant, alone=alone)
             return
-        started = self.slots.admit(key, samples, alone=alone)
-        assert started == min(samples, self.slots.total - busy)
-        self.running[key] = started
-        self.waiting += [key] * (samples - started)
-        if alone:
-            self.alone = key
+        self.slots.admit(key, tenant, alone=alone)
+        self.running[key], self.tenants[key] = 0, tenant
+        self.alone = key if alone else None
+
+    @precondition(lambda self: bool(self.running))
+    @rule(data=st.data(), hurried=st.booleans())
+    def start(self, data: st.DataObject, hurried: bool) -> None:
+        key = data.draw(st.sampled_from(sorted(self.running)))
+        busy = sum(self.running.values())
+        room = self.slots.room(self.tenants[key], hurried=hurried)
+        if busy < self.slots.total:
+            assert room, "a free slot is anybody's"
+        elif not hurried or busy >= self.slots.total + self.slots.express:
+            assert not room
+        if room:
+            self.slots.start(key)
+            self.running[key] += 1
 
     @precondition(lambda self: any(self.running.values()))
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         key = data.draw(st.sampled_from([k for k, count in self.running.items() if count]))
-        successor = self.slots.release(key)
+        self.slots.release(key)
         self.running[key] -= 1
-        assert successor == (self.waiting[0] if self.waiting else None), "those who wait go first, in order"
-        if successor is not None:
-            self.waiting.pop(0)
-            self.running[successor] += 1
 
     @precondition(lambda self: bool(self.running))
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
         key = data.draw(st.sampled_from(sorted(self.running)))
-        self.waiting = [other for other in self.waiting if other != key]
-        freed = self.running.pop(key)
-        successors = self.slots.leave(key)
-        assert successors == self.waiting[:freed]
-        for successor in successors:
-            self.waiting.pop(0)
-            self.running[successor] += 1
+        self.slots.leave(key)
+        del self.running[key]
         if self.alone == key:
             self.alone = None
 
@@ -65,14 +69,29 @@ class SlotsMachine(RuleBasedStateMachine):
     def agrees(self) -> None:
         if not hasattr(self, "slots"):
             return
-        assert self.slots.busy == sum(self.running.values()) <= self.slots.total
-        assert self.slots.waiting == len(self.waiting)
+        assert self.slots.busy == sum(self.running.values()) <= self.slots.total + self.slots.express
         assert self.slots.jobs == len(self.running)
         if self.alone is not None:
             assert set(self.running) == {self.alone}, "nothing beside a suspect"
-        if self.waiting:
-            assert self.slots.busy == self.slots.total, "nobody waits while a slot is free"
+        else:
+            assert self.slots.free == max(0, self.slots.total - self.slots.busy)
 
 
 TestSlots = SlotsMachine.TestCase
 TestSlots.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.parametrize(("express", "most"), [(1, 1), (2, 1), (3, 2), (4, 2), (8, 4)])
+def test_i8_one_tenants_calls_leave_an_express_place_to_another(express: int, most: int) -> None:
+    slots, held = Slots(2, express), Counter[str]()
+    slots.admit(0, "flood")
+    slots.start(0)
+    slots.start(0)
+    while slots.room("flood", hurried=True):
+        slots.start(0)
+        held["flood"] += 1
+    assert held["flood"] == most
+    assert not slots.room("calm"), "batches do not go by express"
+    assert slots.room("calm", hurried=True) is (express > 1)
+    slots.release(0)
+    assert slots.room("flood", hurried=True)

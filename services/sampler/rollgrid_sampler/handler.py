@@ -15,7 +15,7 @@ import msgspec
 from rollgrid_contracts import ids
 from rollgrid_contracts.arrays import Floats, TokenIds
 from rollgrid_contracts.failures import Boundary, ErrorCode, ErrorInfo
-from rollgrid_contracts.jobs import Reply, SampleGroup, VersionSpan, WeightConstraint
+from rollgrid_contracts.jobs import Priority, Reply, SampleGroup, VersionSpan, WeightConstraint
 from rollgrid_contracts.samples import FinishReason, Parsed, Sample, SampleStatus, Timings
 from rollgrid_runtime.bus import Bus
 from rollgrid_runtime.errors import BusError, RollgridError
@@ -212,6 +212,7 @@ class Handler:
             group_seed=group_seed,
             cache_salt=f"{job.tenant}/{self._context.engine.loaded.version}/{job.cache_salt or ''}",
             sent=work.sent.get(index, Sent()),
+            hurried=job.priority is Priority.INTERACTIVE,
         )
 
     # -- samples ------------------------------------------------------------------------------

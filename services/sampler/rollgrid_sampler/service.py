@@ -18,7 +18,7 @@ from typing import Any, cast
 import msgspec
 from rollgrid_contracts import ids, subjects
 from rollgrid_contracts.fleet import CancelWork, DrainWorker, LaneOpened, WorkerCommand, WorkerState
-from rollgrid_contracts.jobs import Job, OpenEpisode, SampleGroup, SamplingParams
+from rollgrid_contracts.jobs import Job, OpenEpisode, Priority, SampleGroup, SamplingParams
 from rollgrid_contracts.subjects import EVERY_WORKER, PoolLane
 from rollgrid_contracts.topology import WORKER_LEASE_S, WORKERS
 from rollgrid_runtime.blobs import Blobs
@@ -71,7 +71,7 @@ class SamplerService:
         self.engine = make_engine(settings)
         self._nats, self._s3 = nats or NatsSettings(), s3 or S3Settings()
         self._stack = contextlib.AsyncExitStack()
-        self._slots = Slots(settings.places)
+        self._slots = Slots(settings.places, settings.express_places)
         self._queue: FairQueue[PoolLane, HeldJob] = FairQueue()
         self._held: dict[int, HeldJob] = {}
         self._triage: set[asyncio.Task[None]] = set()
@@ -287,32 +287,43 @@ class SamplerService:
     # -- work ---------------------------------------------------------------------------------
 
     async def _dispatch(self) -> None:
-        """Admit the job whose turn it is whenever there is room for it."""
+        """Start samples whenever there may be room for more."""
         while True:
-            held = self._queue.peek()
-            if held is None or not self._slots.admissible(alone=held.suspect):
-                await self._wait_for_room()
-                continue
-            self._queue.pop()
-            seats = self._slots.admit(held.sequence, max(1, len(held.missing)), alone=held.suspect)
-            for _ in range(seats):
-                held.seats.release()
-            held.span.event("dispatched", time.time(), seats=seats)
-            held.task = asyncio.create_task(self._handler.handle(held), name=held.job.group_id)
-            held.task.add_done_callback(partial(self._worked, held))
-            await asyncio.sleep(0)
+            self._fill()
+            await self._wait_for_room()
+
+    def _fill(self) -> None:
+        """Start the samples whose turn it is, as many as there is room for."""
+        while (held := self._next()) is not None:
+            if held.task is None:
+                self._slots.admit(held.sequence, held.job.tenant, alone=held.suspect)
+                held.span.event("dispatched", time.time())
+                held.task = asyncio.create_task(self._handler.handle(held), name=held.job.group_id)
+                held.task.add_done_callback(partial(self._worked, held))
+            self._slots.start(held.sequence)
+            held.seats.release()
+
+    def _next(self) -> HeldJob | None:
+        """The job whose next sample may start.  A suspect in turn waits until nothing else is in hand."""
+        first = self._queue.peek()
+        if first is not None and first.task is None and first.suspect and not self._slots.admissible(alone=True):
+            return self._queue.take(lambda held: held.task is not None and self._may_start(held))
+        return self._queue.take(self._may_start)
+
+    def _may_start(self, held: HeldJob) -> bool:
+        if held.task is None and (self._draining or not self._slots.admissible(alone=held.suspect)):
+            return False
+        return self._slots.room(held.job.tenant, hurried=held.lane.priority is Priority.INTERACTIVE)
 
     def _free_seat(self, held: HeldJob) -> None:
-        self._seat(self._slots.release(held.sequence))
+        self._slots.release(held.sequence)
+        self._fill()
         self._room.set()
 
-    def _seat(self, successor: int | None) -> None:
-        if successor is not None:
-            self._held[successor].seats.release()
-
     def _worked(self, held: HeldJob, task: asyncio.Task[Outcome]) -> None:
-        for successor in self._slots.leave(held.sequence):
-            self._seat(successor)
+        self._queue.remove(lambda waiting: waiting is held)
+        self._slots.leave(held.sequence)
+        self._fill()
         self._room.set()
         if task.cancelled():
             return  # draining: handed back by whoever cancelled it
@@ -362,7 +373,7 @@ class SamplerService:
             self._cancelled[group_id] = None
         while len(self._cancelled) > REMEMBERED:
             self._cancelled.popitem(last=False)
-        for held in self._queue.remove(lambda held: held.job.group_id in wanted):
+        for held in self._queue.remove(lambda held: held.task is None and held.job.group_id in wanted):
             held.cancel()
             await self._end(held, Outcome.ACK)
         for held in [h for h in self._held.values() if h.job.group_id in wanted]:
@@ -440,7 +451,7 @@ class SamplerService:
     # -- handing back -------------------------------------------------------------------------
 
     async def _return_unstarted(self) -> None:
-        for held in self._queue.remove(lambda _: True):
+        for held in self._queue.remove(lambda held: held.task is None):
             await self._end(held, Outcome.RETURN)
         for held in [h for h in self._held.values() if h.task is None]:
             await self._end(held, Outcome.RETURN)

@@ -53,6 +53,11 @@ class SamplerSettings(ServiceSettings):
     ahead: int | None = Field(
         default=None, ge=0, description="samples handed to vLLM beyond its slots; None = an eighth of them, at least 1"
     )
+    express: int | None = Field(
+        default=None,
+        ge=0,
+        description="places for interactive samples when all slots are busy; None = an eighth of them",
+    )
     prefetch: int = Field(default=2, ge=0, description="jobs held ready beyond the free slots, per lane")
     max_starts: int = Field(default=3, ge=1, description="recorded starts after which a job is poison")
     refuse_delay_s: float = Field(default=2.0, gt=0, description="delay of a refusal's nak, seconds")
@@ -91,6 +96,11 @@ class SamplerSettings(ServiceSettings):
     scripted_latency_s: float = Field(default=0.0, ge=0, description="time to the first token")
     scripted_token_rate: float = Field(default=0.0, ge=0, description="tokens per second and sample; 0 = at once")
     scripted_faults: dict[int, Fault] = Field(default={}, description="fault drills: prompt token id → what it does")
+
+    @property
+    def express_places(self) -> int:
+        """Places beside those, for interactive samples while all are taken."""
+        return max(1, self.slots // 8) if self.express is None else self.express
 
     @property
     def places(self) -> int:

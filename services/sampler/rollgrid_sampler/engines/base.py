@@ -74,7 +74,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     `seed` is the sample's own (already derived), None = unseeded; `group_seed` is what it and those
     of later offsets derive from.  `sample` names the sample for engines that script their answers.
-    `cache_salt` separates prefix caches.  `max_tokens` 0 asks for the prompt's logprobs alone.
+    `cache_salt` separates prefix caches.  Of two requests that wait inside an engine, a `hurried` one
+    goes first.  `max_tokens` 0 asks for the prompt's logprobs alone.
     """
 
     request_id: str
@@ -86,6 +87,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     group_seed: int | None = None
     cache_salt: str | None = None
     sent: Sent = Sent()
+    hurried: bool = False
 
     def seed_at(self, offset: int) -> int | None:
         """The seed for what follows the first `offset` tokens."""

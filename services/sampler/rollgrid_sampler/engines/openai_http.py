@@ -56,7 +56,7 @@ class OpenAIEngine:
         headers = {}
         if settings.openai_key is not None:
             headers["Authorization"] = f"Bearer {settings.openai_key.get_secret_value()}"
-        limits = httpx2.Limits(max_connections=settings.slots + 4)
+        limits = httpx2.Limits(max_connections=settings.slots + settings.express_places + 4)
         self._http = httpx2.AsyncClient(
             base_url=settings.openai_url, headers=headers, limits=limits, timeout=httpx2.Timeout(10, read=None)
         )

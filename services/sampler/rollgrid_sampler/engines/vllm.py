@@ -268,7 +268,9 @@ class VllmEngine:
         self._flying.add(request.request_id)
         try:
             inputs = tokens_input(prompt, cache_salt=request.cache_salt)
-            async with contextlib.aclosing(self._llm.generate(inputs, params, request.request_id)) as outputs:
+            place = 0 if request.hurried else 1
+            generating = self._llm.generate(inputs, params, request.request_id, priority=place)
+            async with contextlib.aclosing(generating) as outputs:
                 async for output in outputs:
                     yield output
         except EngineDeadError as error:
@@ -399,6 +401,7 @@ def build(settings: SamplerSettings, folder: Path) -> Any:
         "dtype": settings.dtype,
         "max_model_len": settings.max_model_len,
         "max_num_seqs": settings.slots,
+        "scheduling_policy": "priority",  # an interactive sample passes those that wait inside the engine
         "max_logprobs": settings.max_logprobs,
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",
