@@ -96,14 +96,15 @@ class StreamAnswer:
                     gone = "the client disconnected"
                     raise RollgridError(ErrorCode.CANCELLED, gone, boundary=Boundary.CLIENT) from None
             except RollgridError as error:
+                if sender.started:
+                    log.info("stream_ended_early", code=error.code, error=error.message)
+                    last = b"data: %b\n\n" % _encode(error_answer(error, request_id(self._request)))
+                    with contextlib.suppress(ClientGone):
+                        await sender.send(last, more=False)
                 if not call.ended:
                     await self._give_up(accepted, "another sample of its call failed")
                 if not sender.started:
                     raise
-                log.info("stream_ended_early", code=error.code, error=error.message)
-                last = b"data: %b\n\n" % _encode(error_answer(error, request_id(self._request)))
-                with contextlib.suppress(ClientGone):
-                    await sender.send(last, more=False)
 
     async def _serve(self, collected: Collected, accepted: Accepted, sender: _Sender) -> None:
         """Until the last choice has ended.  Raises RollgridError, ClientGone."""
@@ -150,7 +151,10 @@ class StreamAnswer:
 
     async def _give_up(self, accepted: Accepted, reason: str) -> None:
         """Nobody wants the rest, unless the call has a key: then its client may come back."""
-        if not self._submission.idempotent:
-            await self._door.handler.cancel(
-                self._submission.tenant, self._submission.run, accepted.batch_id, reason=reason
-            )
+        asked = self._submission
+        if asked.idempotent:
+            return
+        try:
+            await self._door.handler.cancel(asked.tenant, asked.run, accepted.batch_id, reason=reason)
+        except RollgridError as error:  # it runs to its end, or to its deadline
+            log.warning("stream_not_cancelled", batch=accepted.batch_id, error=error.message)
