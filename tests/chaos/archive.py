@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from rollgrid_contracts.columns import MANIFEST_PREFIX
 from rollgrid_runtime.blobs import Blobs
 
-from .checker import ArchivedGroup, ArchivedRange, ArchivedSample
+from .checker import ArchivedGroup, ArchivedRange, ArchivedSample, StoredPost
 
 COLUMNS = ["sequence", "group_id", "index", "status", "token_ids", "logprobs", "reward"]
 
@@ -25,13 +25,29 @@ async def read_archive(blobs: Blobs) -> list[ArchivedRange]:
 async def _range(blobs: Blobs, key: str) -> ArchivedRange:
     manifest: dict[str, Any] = json.loads(await blobs.get(key) or b"{}")
     first, last, object_key = int(manifest["first"]), int(manifest["last"]), manifest.get("key")
+    posts, problem = await _posts(blobs, manifest.get("rewards"))
     if object_key is None:
-        return ArchivedRange(key, first, last, ())
+        return ArchivedRange(key, first, last, (), problem, posts)
     data = await blobs.get(object_key)
     if data is None:
-        return ArchivedRange(key, first, last, (), f"{object_key} is gone")
+        return ArchivedRange(key, first, last, (), f"{object_key} is gone", posts)
     groups = _groups(data)
-    return ArchivedRange(key, first, last, groups, _difference(manifest, data, groups))
+    return ArchivedRange(key, first, last, groups, _difference(manifest, data, groups) or problem, posts)
+
+
+async def _posts(blobs: Blobs, rewards: dict[str, Any] | None) -> tuple[tuple[StoredPost, ...], str | None]:
+    """Posts of a range as its object holds them, and how that differs from what the manifest says."""
+    if rewards is None:
+        return (), None
+    data = await blobs.get(rewards["key"])
+    if data is None:
+        return (), f"{rewards['key']} is gone"
+    if hashlib.sha256(data).hexdigest() != rewards["sha256"] or len(data) != rewards["size"]:
+        return (), "the digest of the rewards is not the manifest's"
+    rows = pq.read_table(io.BytesIO(data), columns=["sequence", "group_id"]).to_pylist()
+    posts = tuple(dict.fromkeys(StoredPost(row["sequence"], row["group_id"]) for row in rows))
+    listed = tuple(StoredPost(post["sequence"], post["group_id"]) for post in rewards["posts"])
+    return posts, None if posts == listed and len(rows) == rewards["rows"] else "the manifest lists other posts"
 
 
 def _difference(manifest: dict[str, Any], data: bytes, groups: tuple[ArchivedGroup, ...]) -> str | None:

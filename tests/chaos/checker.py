@@ -22,7 +22,7 @@ from rollgrid_contracts.subjects import run_of_trajectory
 from rollgrid_contracts.topology import Header
 from rollgrid_contracts.trajectories import CloseReason, GroupClosed
 
-from .journal import Accepted, Attempted, CancelAsked, Delivered, Line, Refused, Replied
+from .journal import Accepted, Attempted, CancelAsked, Delivered, Line, Posted, Refused, Replied
 
 CLOCK_SLACK_S = 1.0
 
@@ -50,6 +50,13 @@ class ArchivedGroup(NamedTuple):
     samples: tuple[ArchivedSample, ...]
 
 
+class StoredPost(NamedTuple):
+    """Rewards posted onto a group, in the stream or the archive."""
+
+    sequence: int
+    group_id: str
+
+
 class ArchivedRange(NamedTuple):
     """One manifest: the sequences it covers, and what its Parquet object really holds.
 
@@ -61,6 +68,7 @@ class ArchivedRange(NamedTuple):
     last_sequence: int
     groups: tuple[ArchivedGroup, ...]
     problem: str | None = None
+    posts: tuple[StoredPost, ...] = ()
 
 
 class Evidence(NamedTuple):
@@ -74,6 +82,7 @@ class Evidence(NamedTuple):
     archive: Sequence[ArchivedRange]
     first_sequence: int = 1
     last_sequence: int = 0
+    posts: Sequence[StoredPost] = ()
 
 
 class Expectation(NamedTuple):
@@ -109,6 +118,7 @@ def check(evidence: Evidence, expect: Expectation | None = None) -> list[Violati
         *replies_equal_records(evidence),
         *(archive_covers_once(evidence, expect) if expect.archived else ()),
         *(iterators_see_all_once(evidence) if expect.iterated else ()),
+        *posts_are_kept_once(evidence, expect),
     ]
 
 
@@ -161,7 +171,7 @@ def nothing_is_invented(evidence: Evidence) -> Iterable[Violation]:
 
 def good_requests_are_let_in(journal: Sequence[Line]) -> Iterable[Violation]:
     """The storm's requests are all well formed: no final verdict on them but yes."""
-    accepted = {line.key for line in journal if isinstance(line, Accepted)}
+    accepted = {line.key for line in journal if isinstance(line, Accepted | Posted)}
     last: dict[str, Line] = {line.key: line for line in journal if isinstance(line, Attempted | Refused)}
     for key, line in last.items():
         if key not in accepted:
@@ -317,6 +327,36 @@ def archive_covers_once(evidence: Evidence, expect: Expectation) -> Iterable[Vio
     for sequence, close in closes.items():
         if sequence in covered:
             yield from same_group(close, archived.get(sequence))
+
+
+def posts_are_kept_once(evidence: Evidence, expect: Expectation) -> Iterable[Violation]:
+    """Each acknowledged post is where its cursor says, once; each archived post is the stored one."""
+    archived: dict[int, StoredPost] = {}
+    for part in evidence.archive:
+        for post in part.posts:
+            if not part.first_sequence <= post.sequence <= part.last_sequence or post.sequence in archived:
+                yield Violation(
+                    "I3", post.group_id, f"post {post.sequence} is archived twice or outside {part.manifest}"
+                )
+            archived[post.sequence] = post
+    stored = {post.sequence: post for post in evidence.posts}
+    covered = {n for part in evidence.archive for n in range(part.first_sequence, part.last_sequence + 1)}
+    for sequence, post in stored.items():
+        if expect.archived and (sequence in covered or expect.archive_whole_stream) and archived.get(sequence) != post:
+            yield Violation("I3", post.group_id, f"post {sequence} is archived as {archived.get(sequence)}")
+    claimed: dict[int, str] = {}
+    for line in evidence.journal:
+        if isinstance(line, Posted):
+            found = stored.get(line.cursor) or archived.get(line.cursor)
+            if found is None or found.group_id != line.group_id:
+                yield Violation(
+                    "I1", line.group_id, f"post {line.key!r} was acknowledged at {line.cursor}, which is {found}"
+                )
+            if claimed.setdefault(line.cursor, line.key) != line.key:
+                yield Violation("I2", line.group_id, f"{line.cursor} was acknowledged to two keys")
+    keys = [line.key for line in evidence.journal if isinstance(line, Posted)]
+    if keys and len({**stored, **archived}) > len(set(keys)) and expect.all_let_in:
+        yield Violation("I2", "posts", f"{len({**stored, **archived})} posts are kept of {len(set(keys))} keys")
 
 
 def same_group(close: Close, group: ArchivedGroup | None) -> Iterable[Violation]:

@@ -20,7 +20,7 @@ from rollgrid_contracts.arrays import Floats, TokenIds
 
 from tests.support.stack import POLICY, TENANT
 
-from .journal import Accepted, Attempted, CancelAsked, Journal, Refused, Replied, RepliedSample, now
+from .journal import Accepted, Attempted, CancelAsked, Journal, Posted, Refused, Replied, RepliedSample, now
 
 GIVE_UP_S = 90.0
 RETRIED = {429, 502, 503, 504}
@@ -157,6 +157,22 @@ class StormClient:
             choices = answer.body["choices"]
             named = choices[0]["sample_id"].rsplit(".", 1)[0]
             self.note(Replied(at=now(), group_id=named, samples=tuple(map(_replied, choices))))
+            self.reward(named, f"reward-{key}")
+
+    def reward(self, group: str, key: str) -> None:
+        """A reward onto a group that was answered, as soon as it has closed."""
+        body = {"rewards": [{"index": 0, "value": 0.5, "detail": key}]}
+        give_up = time.monotonic() + GIVE_UP_S
+        while time.monotonic() < give_up:
+            answer = self.send(f"/v1/groups/{group}/rewards", body, key)
+            if answer is None:
+                return
+            if answer.status == 200:
+                self.note(Posted(at=now(), key=key, group_id=group, cursor=answer.body["cursor"]))
+                return
+            if answer.status != 409:
+                raise AssertionError(f"{answer.status}: {answer.body}")
+            time.sleep(0.2)  # answered, and not closed yet
 
     def cancel(self, batch: str, groups: tuple[str, ...]) -> None:
         self.note(CancelAsked(at=now(), group_ids=groups))

@@ -78,7 +78,16 @@ class Delivered(msgspec.Struct, frozen=True, kw_only=True, tag="delivered"):
     group_id: str
 
 
-Line = Attempted | Accepted | Refused | Replied | CancelAsked | Delivered
+class Posted(msgspec.Struct, frozen=True, kw_only=True, tag="posted"):
+    """The door stored a reward posted onto `group_id` under `key`, at `cursor`."""
+
+    at: float
+    key: str
+    group_id: str
+    cursor: int
+
+
+Line = Attempted | Accepted | Refused | Replied | CancelAsked | Delivered | Posted
 
 
 class Journal:

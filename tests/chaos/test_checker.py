@@ -21,6 +21,7 @@ from tests.chaos.checker import (
     Close,
     Evidence,
     Expectation,
+    StoredPost,
     check,
 )
 from tests.chaos.journal import (
@@ -30,6 +31,7 @@ from tests.chaos.journal import (
     Delivered,
     Journal,
     Line,
+    Posted,
     Refused,
     Replied,
     RepliedSample,
@@ -376,3 +378,40 @@ def test_a_journal_survives_a_torn_last_line(tmp_path: Any) -> None:
     with (tmp_path / "journal.jsonl").open("ab") as out:
         out.write(b'{"type":"accep')
     assert read(tmp_path / "journal.jsonl") == good().journal
+
+
+# -- posted rewards -----------------------------------------------------------------------------------
+
+
+def with_posts(stored: list[StoredPost], archived_posts: list[StoredPost], journal: list[Line]) -> list[str]:
+    manifest = ArchivedRange("m", 1, 9, (), None, tuple(archived_posts))
+    evidence = Evidence(journal, (), (manifest,), 1, 9, stored)
+    return [violation.promise for violation in check(evidence, Expectation(iterated=False))]
+
+
+POST = StoredPost(5, GROUPS[0])
+CLAIM = Posted(at=1.0, key="r1", group_id=GROUPS[0], cursor=5)
+
+
+def test_posts_that_are_kept_once_break_nothing() -> None:
+    assert with_posts([POST], [POST], [CLAIM]) == []
+    assert with_posts([], [POST], [CLAIM, CLAIM]) == [], "purged, and acknowledged again under its key"
+
+
+@pytest.mark.parametrize(
+    ("stored", "archive", "journal", "promise"),
+    [
+        ([], [], [CLAIM], "I1"),
+        ([StoredPost(5, GROUPS[1])], [StoredPost(5, GROUPS[1])], [CLAIM], "I1"),
+        ([POST], [], [CLAIM], "I3"),
+        ([POST], [StoredPost(5, GROUPS[1])], [CLAIM], "I3"),
+        ([POST], [POST, POST], [CLAIM], "I3"),
+        ([POST], [POST, StoredPost(12, GROUPS[0])], [CLAIM], "I3"),
+        ([POST], [POST], [CLAIM, msgspec.structs.replace(CLAIM, key="r2")], "I2"),
+        ([POST, StoredPost(6, GROUPS[0])], [POST, StoredPost(6, GROUPS[0])], [CLAIM], "I2"),
+    ],
+)
+def test_a_lost_doubled_or_altered_post_is_found(
+    stored: list[StoredPost], archive: list[StoredPost], journal: list[Line], promise: str
+) -> None:
+    assert promise in with_posts(stored, archive, journal)

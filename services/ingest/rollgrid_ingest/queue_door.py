@@ -27,6 +27,7 @@ from rollgrid_runtime.pulling import Delivery
 from rollgrid_runtime.reading import read_after
 
 from . import metrics
+from .auth import serving
 from .handler import Handler
 from .ledger_client import LedgerClient
 from .queued import QueuedRequest, nanoseconds
@@ -191,7 +192,7 @@ class QueueDoor:
         with telemetry.root("submit", caller, kind="consumer", at=request.at, stream=stream, tenant=tenant) as span:
             context = span.traceparent
             telemetry.record("queue submissions", context, request.at, time.time(), kind="consumer", stream=stream)
-            with bound(tenant=tenant, trace_id=telemetry.trace_id(context)):
+            with bound(tenant=tenant, trace_id=telemetry.trace_id(context)), serving(tenant):
                 await self._settle(request, attempt, again=again)
 
     async def _settle(self, request: QueuedRequest, attempt: int, *, again: bool) -> None:

@@ -16,6 +16,7 @@ from rollgrid_contracts.fleet import GroupStatus, LedgerAnswer, LedgerQuery
 from rollgrid_contracts.jobs import SampleGroup
 from rollgrid_contracts.topology import JOBS, Header
 
+from tests.support.processes import free_port
 from tests.support.servers import SeaweedServer
 from tests.support.tiny_models import TinyModel, tiny_model
 from tests.support.waiting import wait_until
@@ -173,6 +174,9 @@ def test_a_drain_refuses_new_work_and_ends_cleanly(s3_server: SeaweedServer) -> 
         assert leaving.process.stop() == 0
 
 
+HEALTH_PORT = free_port()
+
+
 # -- keys and tenants (I7, A56) ---------------------------------------------------------------------
 
 
@@ -195,7 +199,8 @@ def keyed(s3_server: SeaweedServer, tmp_path_factory: pytest.TempPathFactory) ->
     )
     folder = tiny_model(TinyModel())
     states = (policy_state(folder), policy_state(folder, "secret", tenant="alice"))
-    with door(s3_server, {"ROLLGRID_INGEST_KEYS_FILE": str(path)}, states) as running:
+    env = {"ROLLGRID_INGEST_KEYS_FILE": str(path), "ROLLGRID_INGEST_HEALTH_PORT": str(HEALTH_PORT)}
+    with door(s3_server, env, states) as running:
         yield running
 
 
@@ -211,6 +216,17 @@ def test_nobody_is_anonymous(keyed: Door) -> None:
             assert refusal(answer)["code"] == "unauthenticated"
         assert http.post("/v1/rollouts", json=rollout()).status_code == 401
         assert http.get("/readyz").status_code == 200
+
+
+def test_an_operator_scrapes_a_port_of_its_own_without_a_key(keyed: Door) -> None:
+    with as_(keyed, "eyes") as http:
+        assert http.get("/metrics").status_code == 403
+    with as_(keyed, "root") as http:
+        assert "rollgrid_ingest_requests_total" in http.get("/metrics").text
+    own = f"http://127.0.0.1:{HEALTH_PORT}"
+    assert 'rollgrid_ingest_requests_total{route="/metrics",status="403"}' in httpx2.get(f"{own}/metrics").text
+    assert httpx2.get(f"{own}/readyz").status_code == 200
+    assert httpx2.get(f"{own}/v1/models").status_code == 404, "nothing of the door is there"
 
 
 def test_scopes(keyed: Door) -> None:
