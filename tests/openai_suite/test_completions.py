@@ -6,6 +6,7 @@ import pytest
 from openai import OpenAI
 
 from .asking import FREE, PROMPT, assert_logprobs, complete, extra_of, ids_of
+from .model import CONTEXT, MODEL
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -109,5 +110,6 @@ def test_prompt_logprobs_score_every_token_but_the_first(client: OpenAI) -> None
 
 
 def test_A49_without_max_tokens_sixteen_as_openai_says(client: OpenAI) -> None:
-    body = client.completions.create(model="tiny", prompt=PROMPT, extra_body={"ignore_eos": True})
+    prompt = [5] * (CONTEXT - 100)  # the context leaves room for more
+    body = client.completions.create(model=MODEL, prompt=prompt, extra_body={"ignore_eos": True})
     assert body.usage.completion_tokens == 16
