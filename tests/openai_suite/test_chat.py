@@ -54,6 +54,7 @@ def test_A49_without_a_bound_the_context_is_one(client: OpenAI) -> None:
         model=MODEL, messages=long, extra_body={"ignore_eos": True, "return_token_ids": True}
     )
     assert body.choices[0].finish_reason == "length"
+    assert body.usage is not None
     assert body.usage.total_tokens == CONTEXT
 
 

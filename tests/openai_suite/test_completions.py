@@ -112,4 +112,5 @@ def test_prompt_logprobs_score_every_token_but_the_first(client: OpenAI) -> None
 def test_A49_without_max_tokens_sixteen_as_openai_says(client: OpenAI) -> None:
     prompt = [5] * (CONTEXT - 100)  # the context leaves room for more
     body = client.completions.create(model=MODEL, prompt=prompt, extra_body={"ignore_eos": True})
+    assert body.usage is not None
     assert body.usage.completion_tokens == 16
