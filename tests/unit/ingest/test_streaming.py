@@ -216,6 +216,19 @@ def test_logprobs_count_only_where_the_client_sees_them() -> None:
             assert stream.record(record) is not None
 
 
+def test_tokens_count_even_where_they_spell_the_same() -> None:
+    """Two tokens of one text are two answers, whether or not the client sees logprobs."""
+    twin = Answer((5, 9, 7, 8), ANSWER.words)
+    again = SampleStream(0, exact=False)
+    again.frame(ANSWER.frame(1, 0, 2))
+    with pytest.raises(StreamBroken):
+        again.frame(twin.frame(2, 0, 2))
+    recorded = SampleStream(0, exact=False)
+    recorded.frame(ANSWER.frame(1, 0, 2))
+    with pytest.raises(StreamBroken):
+        recorded.record(twin.record())
+
+
 def test_alternatives_stay_with_their_tokens() -> None:
     stream = SampleStream(0, exact=True)
     stream.frame(ANSWER.frame(1, 0, 1))
