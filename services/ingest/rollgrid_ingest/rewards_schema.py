@@ -10,7 +10,6 @@ from rollgrid_contracts.trajectories import RewardsPosted
 from .rollout_schema import PageItem
 from .wire import INT64
 
-
 Cursor = Annotated[int, msgspec.Meta(ge=1, le=INT64 - 1)]
 
 

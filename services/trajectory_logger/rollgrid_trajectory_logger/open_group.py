@@ -189,8 +189,8 @@ class OpenGroup:
             "logprobs_mode": finish.logprobs_mode if finish else "processed_logprobs",
         }
         if isinstance(source, SamplesFinished):
-            told = {"metadata": source.scoring.metadata} if source.scoring else {}
-            return GroupClosed(**shared, **told, sampling=source.sampling, created_at=now)
+            told = source.scoring.metadata if source.scoring else {}
+            return GroupClosed(**shared, metadata=told, sampling=source.sampling, created_at=now)
         shared |= {
             "task": source.task,
             "metadata": source.metadata,

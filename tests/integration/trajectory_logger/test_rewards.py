@@ -8,7 +8,7 @@ import time
 import pytest
 from rollgrid_contracts import subjects, topology
 from rollgrid_contracts.columns import MANIFEST_PREFIX
-from rollgrid_contracts.topology import DEDUPE_HEADER, Header
+from rollgrid_contracts.topology import Header
 from rollgrid_contracts.trajectories import PostedReward, RewardsPosted
 from rollgrid_runtime import archive_rewards
 from rollgrid_runtime.archive import ArchiveReader, decode_manifest
