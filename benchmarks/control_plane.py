@@ -1,6 +1,6 @@
-"""Durable samples a second from the HTTP door to the SDK's iterator, and where the time goes.
+"""Durable samples a second from a door to the SDK's iterator, and where the time goes.
 
-    python -m benchmarks.control_plane [--groups 2000] [--samples 8] [--tokens 256] [--scored]
+    python -m benchmarks.control_plane [--door http|queue] [--groups 2000] [--samples 8] [--tokens 256] [--scored]
 
 The scripted engine answers at once, so this is the price of the pipe itself: HTTP, JetStream with
 an fsync for every durable write, the fold, and the trainer's decoding.  Flushes are counted in a
@@ -10,6 +10,7 @@ run of their own, because counting slows the server down.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 import tempfile
 import threading
@@ -18,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rollgrid import Client
+from rollgrid import Client, NatsClient
 
 from benchmarks.processes import Spent
 from benchmarks.report import Result, print_result, save
-from tests.support.stack import POLICY, Stack, scripted, stack
+from tests.support.stack import POLICY, TENANT, Stack, scripted, stack
 from tests.support.syscalls import counted_flushes, unavailable
 from tests.support.tiny_models import TinyModel
 
@@ -55,6 +56,42 @@ def submit_all(pipe: Stack, run: str, groups: int, options: dict[str, Any]) -> l
     return took
 
 
+async def through_the_queue(pipe: Stack, run: str, groups: int, options: dict[str, Any]) -> int:
+    """All groups in and out again by NATS alone; tokens really read as arrays."""
+
+    def client() -> NatsClient:
+        return NatsClient(pipe.nats.url, tenant=TENANT, user=pipe.nats.user, password=pipe.nats.password)
+
+    sizes = [min(BATCH, groups - start) for start in range(0, groups, BATCH)]
+
+    async def submit() -> None:
+        async with client() as trainer:
+            while sizes:
+                tasks = [{"prompt_token_ids": [5, 6, 7, 8], "task": {"answer": "x"}}] * sizes.pop()
+                await trainer.submit(tasks, run=run, **options)
+
+    tokens = read = 0
+    async with asyncio.TaskGroup() as submitting, client() as trainer:
+        for _ in range(SUBMITTERS):
+            submitting.create_task(submit())
+        async for group in trainer.trajectories(run, timeout=600):
+            tokens += sum(int(np.count_nonzero(sample.token_ids >= 0)) for sample in group)
+            read += 1
+            if read == groups:
+                break
+    return tokens
+
+
+def queue_flow(pipe: Stack, run: str, groups: int, options: dict[str, Any]) -> dict[str, float]:
+    """As `flow`, without HTTP."""
+    spent = Spent(pipe)
+    began = time.perf_counter()
+    tokens = asyncio.run(through_the_queue(pipe, run, groups, options))
+    took = time.perf_counter() - began
+    cpu = {f"cpu_{name}": seconds for name, seconds in spent.so_far().items()}
+    return {"seconds": took, "tokens": float(tokens), **cpu}
+
+
 def flow(pipe: Stack, run: str, groups: int, options: dict[str, Any]) -> dict[str, float]:
     """All groups in and out again; seconds, and tokens really read as arrays."""
     submitting = threading.Thread(target=submit_all, args=(pipe, run, groups, options))
@@ -74,7 +111,7 @@ def flow(pipe: Stack, run: str, groups: int, options: dict[str, Any]) -> dict[st
     return {"seconds": took, "tokens": float(tokens), **cpu}
 
 
-def measure(groups: int, samples: int, tokens: int, *, scored: bool, samplers: int) -> Result:
+def measure(groups: int, samples: int, tokens: int, *, scored: bool, samplers: int, door: str = "http") -> Result:
     options: dict[str, Any] = {
         "n": samples,
         "sampling": {"max_tokens": tokens},
@@ -82,21 +119,29 @@ def measure(groups: int, samples: int, tokens: int, *, scored: bool, samplers: i
         "scorers": ["exact_match"] if scored else [],
     }
     plan = scripted(samplers=samplers, slots=128, eos_rate=0.0, model=TinyModel(context=2048))
+    through = queue_flow if door == "queue" else flow
     with stack(plan) as pipe:
-        flow(pipe, "warm", max(1, groups // 10), options)
-        figures = flow(pipe, "measured", groups, options)
+        through(pipe, "warm", max(1, groups // 10), options)
+        figures = through(pipe, "measured", groups, options)
         if unavailable() is None:
             with tempfile.TemporaryDirectory() as folder, counted_flushes(pipe.nats, Path(folder)) as flushes:
                 before = flushes.count()
                 counted = max(1, groups // 4)
-                flow(pipe, "counted", counted, options)
+                through(pipe, "counted", counted, options)
                 time.sleep(1.0)  # the acks behind the last closes
                 figures["fsyncs_per_group"] = (flushes.count() - before) / counted
     figures["samples_per_s"] = groups * samples / figures["seconds"]
     figures["tokens_per_s"] = figures["tokens"] / figures["seconds"]
     figures["cpu_ms_per_group"] = 1e3 * sum(v for k, v in figures.items() if k.startswith("cpu_")) / groups
     name = "control plane, scored" if scored else "control plane, unscored"
-    setting = {"groups": groups, "samples": samples, "tokens": tokens, "samplers": samplers, "cores": os.cpu_count()}
+    setting = {
+        "door": door,
+        "groups": groups,
+        "samples": samples,
+        "tokens": tokens,
+        "samplers": samplers,
+        "cores": os.cpu_count(),
+    }
     return Result(name, setting, figures)
 
 
@@ -107,8 +152,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--samplers", type=int, default=1)
     parser.add_argument("--scored", action="store_true")
+    parser.add_argument("--door", choices=("http", "queue"), default="http")
     chosen = parser.parse_args(argv)
-    result = measure(chosen.groups, chosen.samples, chosen.tokens, scored=chosen.scored, samplers=chosen.samplers)
+    result = measure(
+        chosen.groups, chosen.samples, chosen.tokens, scored=chosen.scored, samplers=chosen.samplers, door=chosen.door
+    )
     print_result(result)
     save(result)
 

@@ -143,6 +143,7 @@ class NatsClient:
         priority: str | None = None,
         metadata: Mapping[str, Any] | None = None,
         weights: WeightConstraint | Mapping[str, Any] | None = None,
+        reward_formula: str | None = None,
         idempotency_key: str | None = None,
     ) -> Queued:
         """Publish a batch, as `Client.submit`; returns once the queue has it durably.
@@ -154,7 +155,8 @@ class NatsClient:
         asked = list(tasks)
         body = submission(
             asked, n=n, sampling=sampling, scorers=scorers, run=run, policy=policy, deadline_s=deadline_s,
-            priority=priority, metadata=metadata, weights=weights,
+            priority=priority, metadata=metadata, weights=weights, reward_formula=reward_formula,
+            record_format="msgpack",
         )  # fmt: skip
         key = ids.new_key() if idempotency_key is None else idempotency_key
         if not (key and key.isascii() and key.isprintable()):
@@ -182,7 +184,7 @@ class NatsClient:
         """Groups as they close, of all runs of the tenant or those of `run`; what comes again comes out of order.
 
         Each comes until it is acknowledged, which is when the next one is asked for: after a crash the
-        one in hand comes again, none is skipped.  The place is the durable's, so it is the same for
+        one in hand comes again (with those whose acknowledgement was still on its way), none is skipped.  The place is the durable's, so it is the same for
         whoever reads as this follower (one at a time), and groups of other runs are passed over for
         good.  With a `CursorFile`, which is written before the acknowledgement, not even the one whose
         acknowledgement was lost comes twice.  Rewards posted later are passed over.
@@ -215,7 +217,7 @@ class NatsClient:
                         await asyncio.to_thread(cursor.commit, message.sequence, scope)
                     if wanted is not None:
                         wanted.discard(message.group_id)
-                await place.acknowledge(message)
+                await place.acknowledge(message, confirmed=cursor is not None)
         finally:
             if cursor is not None:
                 await asyncio.to_thread(cursor.flush)

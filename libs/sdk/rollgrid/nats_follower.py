@@ -114,18 +114,21 @@ class Follower:
                 async with asyncio.timeout(left):
                     await self._arrived.wait()
 
-    async def acknowledge(self, message: Message) -> None:
-        """Tell the server, and wait a moment for its confirmation.
+    async def acknowledge(self, message: Message, *, confirmed: bool = False) -> None:
+        """Tell the server; with `confirmed` wait a moment until it has said so.
 
-        Without one (a server that was killed may not know the delivery any more) the message comes again
-        and is recognised by its sequence.
+        If it has not heard (or was killed, and does not know the delivery any more) the message comes
+        again and is recognised by its sequence.
         """
         from nats.errors import Error
 
         for seconds in ACK_ATTEMPTS_S:
             reply = self._held.get(message.sequence, message).reply
             with contextlib.suppress(Error, TimeoutError, OSError):
-                await self._client.request(reply, b"+ACK", seconds)
+                if confirmed:
+                    await self._client.request(reply, b"+ACK", seconds)
+                else:
+                    await self._client.connection.publish(reply, b"+ACK")
                 break
         self._held.pop(message.sequence, None)
         self._done[message.sequence] = None

@@ -65,6 +65,7 @@ def submission(
     metadata: Mapping[str, Any] | None = None,
     weights: WeightConstraint | Mapping[str, Any] | None = None,
     reward_formula: str | None = None,
+    record_format: str | None = None,
 ) -> bytes:
     """The JSON body of one submission; what is None is left to the server's defaults.
 
@@ -77,6 +78,7 @@ def submission(
         "metadata": None if metadata is None else dict(metadata),
         "weights": _weights_body(weights),
         "reward_formula": reward_formula,
+        "record_format": record_format,
     }
     body = {
         "run": run,
