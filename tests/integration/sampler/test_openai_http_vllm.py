@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import sys
-import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -19,43 +15,18 @@ from rollgrid_sampler.settings import EngineKind, SamplerSettings
 from rollgrid_sampler.streaming import joined
 
 from tests.e2e.reference import worst_difference
-from tests.support.processes import Process, free_port
 from tests.support.tiny_models import TinyModel, tiny_model
+from tests.support.vllm_server import READY_S, VllmServer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300)]
 MODEL = TinyModel(context=512)
 PROMPT = [1, 40, 41, 42, 43]
 
 
-class VllmServer(Process):
-    def __init__(self, folder: Path, port: int) -> None:
-        self.url = f"http://127.0.0.1:{port}"
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1"]
-        command += ["--port", str(port), "--model", str(tiny_model(MODEL)), "--served-model-name", "tiny"]
-        command += ["--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", str(64 * 2**20)]
-        command += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
-        env = {
-            **os.environ,
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "DO_NOT_TRACK": "1",
-            "TORCHDYNAMO_DISABLE": "1",
-            "VLLM_LOGGING_LEVEL": "WARNING",
-        }
-        super().__init__("vllm-server", command, folder / "vllm.log", env)
-
-    def is_ready(self) -> bool:
-        try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
-                return bool(answer.status == 200)
-        except OSError:
-            return False
-
-
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
-    with VllmServer(tmp_path_factory.mktemp("vllm"), free_port()) as process:
-        yield process.start().wait_ready(200)
+    with VllmServer(tiny_model(MODEL), tmp_path_factory.mktemp("vllm"), ["tiny"]) as process:
+        yield process.start().wait_ready(READY_S)
 
 
 async def test_A26_an_attached_vllm_server_gives_ids_and_logprobs(server: VllmServer) -> None:
