@@ -20,6 +20,8 @@ from .records import samples_of
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(400)]
 ENDPOINTS = (ROLLGRID,)
 LENGTH = CONTEXT - 300
+TRIES = 5
+"""A stream may have ended before the busy worker is known: then there was nothing to kill."""
 
 
 @pytest.fixture
@@ -40,26 +42,32 @@ def interrupted(stream: Any, after: int, kill: Callable[[], None], *, is_chat: b
 
 
 def test_I2_a_worker_killed_in_mid_stream(endpoint: Endpoint, own_stack: Stack, client: OpenAI) -> None:
-    run = f"run-{uuid.uuid4().hex[:12]}"
     endpoint.wait_idle()
     killed: list[ServiceProcess] = []
+    records: list[dict[str, Any]] = []
 
     def kill() -> None:
-        (busy,) = (each for each in own_stack.named("sampler") if VllmMetrics(each.health_url).running())
-        killed.append(busy)
-        busy.kill()
+        for each in own_stack.named("sampler"):
+            if not killed and VllmMetrics(each.health_url).running():
+                killed.append(each)
+                each.kill()
 
-    stream = complete(
-        client, FREE, stream=True, n=2, seed=7, logprobs=0, max_tokens=LENGTH, extra_headers={"X-Rollgrid-Run": run}
-    )
-    found = interrupted(stream, 40, kill)
-    assert killed
-    assert found.finish == {0: "length", 1: "length"}
-    records = samples_of(endpoint, run, 2)
-    for index, record in enumerate(records):
-        assert record["token_ids"] == found.token_ids[index]
-        assert record["text"] == found.text[index]
-        assert record["logprobs"] == pytest.approx(found.logprobs[index], abs=1e-6)
+    for _ in range(TRIES):
+        run = f"run-{uuid.uuid4().hex[:12]}"
+        stream = complete(
+            client, FREE, stream=True, n=2, seed=7, logprobs=0, max_tokens=LENGTH, extra_headers={"X-Rollgrid-Run": run}
+        )
+        found = interrupted(stream, 2, kill)
+        records = samples_of(endpoint, run, 2)
+        assert found.finish == {0: "length", 1: "length"}
+        for index, record in enumerate(records):
+            assert record["token_ids"] == found.token_ids[index]
+            assert record["text"] == found.text[index]
+            assert record["logprobs"] == pytest.approx(found.logprobs[index], abs=1e-6)
+        if killed:
+            break
+    assert killed, f"no stream of {TRIES} was met while it was generated"
+    for record in records:
         assert 0 < record["resumed_from"] < LENGTH
         assert record["attempt"] > 1
         assert record["worker"] != killed[0].name
