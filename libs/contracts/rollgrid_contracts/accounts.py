@@ -14,15 +14,13 @@ import json
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-import msgspec
-
 from . import ids, subjects, topology
 
 OPERATOR = "RG"
 """Account of the services; the streams are its.  The server's own `$G` cannot export anything."""
 
 
-class TenantAccount(msgspec.Struct, frozen=True, kw_only=True):
+class TenantAccount(NamedTuple):
     """One tenant: its user's name is the tenant's.  `followers` name its durables."""
 
     tenant: str

@@ -10,14 +10,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import nats
+import msgspec
+import nats as nats_py
 import pytest
 from nats.aio.client import Client
 from nats.errors import Error
 from nats.js.errors import NoStreamResponseError
 from rollgrid.stack.servers import adopt_streams
-from rollgrid_contracts import codec, subjects
+from rollgrid_contracts import codec, subjects, topology
 from rollgrid_contracts.trajectories import GroupClosed
+from rollgrid_runtime.bus import Bus
+from rollgrid_runtime.provision import ensure_stream, provision
 
 from tests.integration.stack.stack_process import Stack, stack
 from tests.support.servers import NatsServer, nats_server
@@ -40,7 +43,9 @@ def add(pipe: Stack, name: str, *words: str) -> dict[str, Any]:
 
 
 async def connect(tenant: dict[str, Any], **options: Any) -> Client:
-    return await nats.connect(tenant["nats_url"], user=tenant["nats_user"], password=tenant["nats_password"], **options)
+    return await nats_py.connect(
+        tenant["nats_url"], user=tenant["nats_user"], password=tenant["nats_password"], **options
+    )
 
 
 async def sampled(tenant: dict[str, Any], run: str, follower: str) -> GroupClosed:
@@ -121,7 +126,7 @@ def test_without_a_stack_the_command_says_so(tmp_path: Path) -> None:
 async def test_streams_of_a_stack_without_accounts_become_the_operators(tmp_path: Path) -> None:
     """An upgrade keeps everything: messages, sequences, consumers and where they stand."""
     with nats_server() as old:
-        client = await nats.connect(old.url, user=old.user, password=old.password)
+        client = await nats_py.connect(old.url, user=old.user, password=old.password)
         context = client.jetstream()
         await context.add_stream(name="RG_TRAJECTORIES", subjects=[subjects.TRAJECTORIES_ALL])
         for number in range(5):
@@ -136,7 +141,7 @@ async def test_streams_of_a_stack_without_accounts_become_the_operators(tmp_path
     adopt_streams(tmp_path / "nats")  # at every start, and harmless
     with AccountsAt(tmp_path) as new:
         new.start().wait_ready(10)
-        client = await nats.connect(new.url, user=new.user, password=new.password)
+        client = await nats_py.connect(new.url, user=new.user, password=new.password)
         context = client.jetstream()
         info = await context.stream_info("RG_TRAJECTORIES")
         assert (info.state.messages, info.state.last_seq) == (5, 5)
@@ -158,3 +163,22 @@ class AccountsAt(NatsServer):
         home.data, found = folder, home.credentials()
         self.user, self.password = found.nats_user, found.nats_password
         self.argv[-1] = str(write_nats_conf(home, found, self.port, []))
+
+
+async def test_an_earlier_submission_stream_gets_its_new_bounds(nats: NatsServer) -> None:
+    """RG_SUBMIT as it was made before the queue door was served: kept, with what waits in it."""
+    bus = await Bus.connect(nats.settings(), "test")
+    old = msgspec.structs.replace(
+        topology.SUBMIT,
+        max_bytes=2**30,
+        max_msgs_per_subject=-1,
+        discard_new_per_subject=False,
+        duplicate_window_s=120.0,
+    )
+    await ensure_stream(bus, old)
+    await bus.publish(subjects.submit("local"), b"{}")
+    await provision(bus)
+    info = await bus.stream_info(topology.SUBMIT.name)
+    assert (info.state.messages, info.config.max_msgs_per_subject) == (1, topology.SUBMIT.max_msgs_per_subject)
+    assert info.config.duplicate_window == pytest.approx(0.1)
+    await bus.close()
