@@ -20,8 +20,6 @@ from tests.support.processes import Process, ProcessDied
 
 DRIVERS = ("overlay2", "fuse-overlayfs", "vfs")
 START_S = 60.0
-STALE = "until=168h"
-"""Images that nothing was built on for a week are removed; younger ones are the build cache."""
 
 
 class NoEngine(Exception):
@@ -76,7 +74,6 @@ def _own_engine(why: str) -> Iterator[Engine]:
             raise NoEngine(f"another run uses the engine in {root}") from error
         with _started(root, env) as version:
             found = Engine(env, version, own=True)
-            found.docker("image", "prune", "--force", "--filter", STALE)
             _make_standins(env)
             yield found
 

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from rollgrid import Client
 
+from tests.support.waiting import wait_until
+
 from .project import ROOT, Project
 
 RUN = "compose"
@@ -72,9 +74,9 @@ def test_rollouts_by_the_cli_are_scored(project: Project, tmp_path: Path) -> Non
     events = [json.loads(line) for line in answer.stdout.splitlines()]
     groups = [event for event in events if event["event"] == "group"]
     assert len(groups) == 2
-    scores = [sample["score"] for group in groups for sample in group["samples"]]
-    assert {score["status"] for score in scores} == {"scored"}
-    assert all(score["reward"] in (0.0, 1.0) for score in scores)
+    scores = [score for group in groups for entry in group["entries"] for score in entry["scores"]]
+    assert len(scores) == 8
+    assert all(score["value"] in (0.0, 1.0) for score in scores)
 
 
 def test_one_of_many_conditional_writes_wins(project: Project) -> None:
@@ -86,32 +88,36 @@ def test_one_of_many_conditional_writes_wins(project: Project) -> None:
 def test_a_restart_of_every_container_loses_nothing(project: Project, client: Client) -> None:
     """In turn, while a batch is in hand; what had closed is still there, and the batch ends whole."""
     before = [group.id for group in client.submit(["a", "b"], n=2, sampling=SAMPLING, run=RUN).groups(timeout=120)]
-    batch = client.submit(["c", "d", "e", "f"], n=4, sampling=LONG, run=RUN, deadline_s=600)
-    for name in (*SERVERS, *SERVICES):
+    batch = client.submit(["c", "d", "e", "f"], n=16, sampling=LONG, run=RUN, deadline_s=600)
+    _wait_for_the_sampler(client)
+    for name in ("sampler", *SERVERS, *(name for name in SERVICES if name != "sampler")):
         project.compose("restart", "--timeout", "30", name)
     project.up()
-    _ends_whole(batch.groups(timeout=300), 4, 4)
+    _ends_whole(batch.groups(timeout=300), 4, 16)
     assert set(before) <= {group.id for group in client.trajectories(RUN, follow=False, timeout=60)}
 
 
 def test_killed_servers_keep_what_they_acknowledged(project: Project, client: Client) -> None:
     _ends_whole(client.submit(["g"], n=2, sampling=SAMPLING, run=RUN).groups(timeout=120), 1, 2)
     stored = inside(project, "objects")
-    batch = client.submit(["h", "i"], n=4, sampling=LONG, run=RUN, deadline_s=600)
+    batch = client.submit(["h", "i", "j", "k"], n=16, sampling=LONG, run=RUN, deadline_s=600)
+    _wait_for_the_sampler(client)
     project.compose("kill", *SERVERS)
     project.up()
-    _ends_whole(batch.groups(timeout=300), 2, 4)
+    _ends_whole(batch.groups(timeout=300), 4, 16)
     found = inside(project, "objects")
     assert stored
     assert {key: found.get(key) for key in stored} == stored
 
 
 def test_a_killed_sampler_s_work_is_done_by_the_next(project: Project, client: Client) -> None:
-    batch = client.submit(["j", "k"], n=4, sampling=LONG, run=RUN, deadline_s=600)
+    batch = client.submit(["l", "m", "n", "o"], n=16, sampling=LONG, run=RUN, deadline_s=600)
+    _wait_for_the_sampler(client)
     project.compose("kill", "sampler")
     assert project.containers()["sampler"]["State"]["ExitCode"] == 137
+    assert not batch.status().done
     project.up("sampler")
-    _ends_whole(batch.groups(timeout=300), 2, 4)
+    _ends_whole(batch.groups(timeout=300), 4, 16)
 
 
 def test_a_crashed_service_comes_back_by_itself(project: Project, client: Client) -> None:
@@ -122,7 +128,7 @@ def test_a_crashed_service_comes_back_by_itself(project: Project, client: Client
     again = project.containers()["scorer"]
     assert again["RestartCount"] == 1
     assert again["State"]["StartedAt"] > started
-    groups = client.submit(["l"], n=2, sampling=SAMPLING, scorers=["exact_match"], run=RUN).groups(timeout=120)
+    groups = client.submit(["p"], n=2, sampling=SAMPLING, scorers=["exact_match"], run=RUN).groups(timeout=120)
     _ends_whole(groups, 1, 2)
 
 
@@ -167,6 +173,11 @@ def test_every_container_ends_by_itself(project: Project) -> None:
     project.compose("stop", timeout_s=180.0)
     codes = {name: container["State"]["ExitCode"] for name, container in project.containers().items()}
     assert codes == dict.fromkeys(codes, 0)
+
+
+def _wait_for_the_sampler(client: Client) -> None:
+    """It has begun with what was submitted."""
+    wait_until(lambda: any(worker.busy for worker in client.fleet().workers), 60, "a busy sampler", every_s=0.1)
 
 
 def _ends_whole(groups: Any, expected: int, n: int) -> None:
