@@ -8,7 +8,6 @@ ROLLGRID_ENGINE ?= cpu
 export VENV ROLLGRID_ENGINE
 BIN := $(VENV)/bin
 ARGS ?=
-JOBS ?= 2
 
 .PHONY: help setup check lint-fix test test-fast clients-env test-clients models demo up down train bench chaos lock clean \
         up-compose down-compose test-compose
@@ -18,7 +17,6 @@ help: ## print this
 	@echo
 	@echo "  VENV=<folder>                    another place for the environment (now $(VENV))"
 	@echo "  ROLLGRID_ENGINE=cpu|cuda|none    the engine to install (now $(ROLLGRID_ENGINE))"
-	@echo "  JOBS=<n>                         test processes side by side (now $(JOBS))"
 	@echo "  ARGS='...'                       passed on, e.g. make test-fast ARGS='-k ledger'"
 
 setup: ## make the environment from the lock (needs Python 3.11; may use apt and says so)
@@ -40,7 +38,7 @@ models: setup ## prepare the small models that the demo and the tests use (cache
 	$(BIN)/rollgrid models prepare
 
 test: models ## every test, those on the real engine and real servers included
-	$(BIN)/pytest -n $(JOBS) --dist loadgroup $(ARGS)
+	@scripts/test.sh $(ARGS)
 
 clients-env: setup ## the environments of the clients that `test-clients` runs (cached in .venv-clients)
 	$(BIN)/python -m tests.clients.environments

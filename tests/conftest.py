@@ -21,22 +21,6 @@ from tests.support.servers import (
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """How `-n 2 --dist loadgroup` divides the tests: those with a real engine go to one process, first of all,
-    and share its core; the others go by file, or by folder where they share a stack."""
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(_group(item)))
-    items.sort(key=lambda item: item.get_closest_marker("vllm") is None)
-
-
-def _group(item: pytest.Item) -> str:
-    if item.get_closest_marker("vllm") is not None:
-        return "engine"
-    definitions = getattr(item, "_fixtureinfo").name2fixturedefs.values()  # noqa: B009 - pytest has no public way
-    shared = any(definition.scope == "package" for found in definitions for definition in found)
-    return str(item.path.parent if shared else item.path)
-
-
 @pytest.fixture
 def nats() -> Iterator[NatsServer]:
     """An empty nats-server of this test's own (about 20 ms)."""
