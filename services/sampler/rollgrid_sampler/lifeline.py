@@ -38,6 +38,12 @@ def adopt(marks: Path) -> None:
     sys.modules["__main__"].__spec__ = importlib.util.find_spec(MODULE)
 
 
+def release() -> None:
+    """After the engine's end: later children of this process are their own."""
+    os.environ.pop(OWNER, None)
+    os.environ.pop(MARKS, None)
+
+
 def bind_to_parent() -> None:
     """Ask the kernel to kill this process with its parent, and leave a mark that it agreed."""
     owner = int(os.environ.get(OWNER, "0"))

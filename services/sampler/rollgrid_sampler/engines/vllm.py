@@ -158,6 +158,7 @@ class VllmEngine:
         for child in children:  # what did not end in time, or was still starting
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.kill()
+        lifeline.release()
         self._marks.cleanup()
 
     async def health(self) -> None:
