@@ -18,7 +18,7 @@ from rollgrid_runtime.reading import read_after
 
 from tests.chaos import journal as journals
 from tests.chaos.archive import read_archive
-from tests.chaos.checker import Evidence
+from tests.chaos.checker import Evidence, StoredPost
 from tests.chaos.client import Load, StormClient
 from tests.chaos.journal import Delivered
 from tests.chaos.storm import Reader, connect
@@ -186,8 +186,9 @@ async def look(bus: Bus, blobs: Blobs, files: list[Path], *, held: bool) -> Afte
         first, last = int(state.first_seq), int(state.last_seq)
     jobs = await held_jobs(bus) if topology.JOBS.name in names else frozenset()
     lines = [line for path in files if path.exists() for line in journals.read(path)]
-    closes = [close.close() for close in stored.values()]
-    evidence = Evidence(lines, closes, await read_archive(blobs), first, last)
+    closes = [close.close() for close in stored.values() if not subjects.is_rewards(close.subject)]
+    posts = [StoredPost(post.sequence, post.group_id) for post in stored.values() if subjects.is_rewards(post.subject)]
+    evidence = Evidence(lines, closes, await read_archive(blobs), first, last, posts)
     return After(evidence, stored, await witnesses.new_manifests(blobs, {}), jobs if held else None)
 
 

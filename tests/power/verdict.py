@@ -1,7 +1,7 @@
 """Judges a power cut: what the outside knew before it, against what is there afterwards.  Pure.
 
-I11  accepted work, closed groups and manifested archives survive, and nothing had left the stream
-     before its archive was durable.
+I11  accepted work, closed groups, posted rewards and manifested archives survive, and nothing had left the
+     stream before its archive was durable.
 What must hold of any history (I1-I5) is the checker's (`tests.chaos.checker`).
 """
 
@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
+
+from rollgrid_contracts import subjects
 
 from tests.chaos.checker import ArchivedGroup, Evidence, Violation, closes_of, same_group
 from tests.chaos.journal import Accepted, Delivered
@@ -106,8 +108,8 @@ def lost_work(before: Before, after: After) -> Iterator[Violation]:
 
 
 def lost_closes(before: Before, after: After) -> Iterator[Violation]:
-    """A close that was read is where it was: the same bytes in the stream, or the same group in the archive."""
-    archived = archived_groups(after.evidence)
+    """A close or post that was read is where it was: the same bytes in the stream, or the same in the archive."""
+    archived, posts = archived_groups(after.evidence), archived_posts(after.evidence)
     for sequence, was in before.witnessed.closes.items():
         now = after.stored.get(sequence)
         if now is not None:
@@ -115,6 +117,8 @@ def lost_closes(before: Before, after: After) -> Iterator[Violation]:
                 yield Violation(
                     "I11", was.group_id, f"was read at {sequence}, where {now.group_id} is stored now: {now}"
                 )
+        elif posts.get(sequence) == was.group_id and subjects.is_rewards(was.subject):
+            continue
         elif sequence not in archived:
             yield Violation("I11", was.group_id, f"was read at {sequence}, neither stored nor archived there now")
         else:
@@ -146,7 +150,7 @@ def lost_manifests(before: Before, after: After) -> Iterator[Violation]:
 
 def purged_too_early(after: After) -> Iterator[Violation]:
     """What the stream no longer holds is in an object of the archive, by its sequence."""
-    archived = archived_groups(after.evidence)
+    archived = archived_groups(after.evidence).keys() | archived_posts(after.evidence).keys()
     for sequence in range(1, after.evidence.last_sequence + 1):
         if sequence not in after.stored and sequence not in archived:
             yield Violation("I11", str(sequence), "is in the stream no more and in no object of the archive")
@@ -162,6 +166,11 @@ def archived_ahead(after: After) -> Iterator[Violation]:
 
 def archived_groups(evidence: Evidence) -> dict[int, ArchivedGroup]:
     return {group.sequence: group for part in evidence.archive for group in part.groups}
+
+
+def archived_posts(evidence: Evidence) -> dict[int, str]:
+    """Groups of the posted rewards in the archive, by sequence."""
+    return {post.sequence: post.group_id for part in evidence.archive for post in part.posts}
 
 
 def report(violations: Iterable[Violation], most: int = 20) -> str:

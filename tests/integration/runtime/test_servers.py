@@ -6,6 +6,7 @@ from rollgrid_runtime.blobs import Blobs
 from rollgrid_runtime.bus import Bus
 
 from tests.support.servers import NatsServer, ValkeyServer
+from tests.support.waiting import wait_until
 
 
 async def test_a_provisioned_bus_and_bucket_answer(bus: Bus, blobs: Blobs) -> None:
@@ -21,6 +22,7 @@ def test_servers_come_back_after_a_kill(nats: NatsServer, valkey: ValkeyServer) 
 
 def test_a_paused_server_does_not_answer_until_it_goes_on(nats: NatsServer) -> None:
     nats.pause()
+    wait_until(lambda: not nats.is_ready(), 5, "the stop has arrived")
     assert not nats.is_ready()
     nats.resume()
     nats.wait_ready(5)

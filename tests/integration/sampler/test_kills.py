@@ -149,7 +149,7 @@ async def test_a_restart_of_the_server_makes_old_jobs_doubtful(
 ) -> None:
     """Delivery counts undercount across a kill of the server: the record is asked before generating."""
     stage.bus.settings.ack_wait_s = 1.5
-    jobs = [make_job(f"r{i}", n=4, sampling=SLOW) for i in range(8)]
+    jobs = [make_job(f"r{i}", n=4, sampling=SLOW) for i in range(24)]  # far more than are in hand at once
     for job in jobs:
         await stage.submit(job)
     rate = {"ROLLGRID_SAMPLER_SCRIPTED_TOKEN_RATE": "100", "ROLLGRID_SAMPLER_SLOTS": "8"}
