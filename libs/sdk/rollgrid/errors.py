@@ -14,6 +14,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from rollgrid_contracts.failures import ErrorInfo
+
 
 class RollgridError(Exception):
     """Root of everything this package raises on purpose."""
@@ -238,6 +240,20 @@ def _envelope(body: bytes) -> dict[str, Any]:
         return {}
     error = parsed.get("error", parsed) if isinstance(parsed, dict) else {}
     return error if isinstance(error, dict) else {"message": str(error)}
+
+
+def refusal(error: ErrorInfo) -> RollgridAPIError:
+    """The exception that the error of a refused submission's record stands for."""
+    kind = _BY_CODE.get(error.code, InvalidRequest)
+    return kind(
+        error.message,
+        code=str(error.code),
+        status=200,
+        field=error.field,
+        limit=error.limit,
+        retryable=error.retryable,
+        boundary=str(error.boundary),
+    )
 
 
 def api_error(status: int, headers: Mapping[str, str], body: bytes) -> RollgridAPIError:

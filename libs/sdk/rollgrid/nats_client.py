@@ -30,6 +30,7 @@ from .errors import (
     Unauthenticated,
     Unreachable,
     Unsendable,
+    refusal,
 )
 from .nats_follower import Follower
 from .results import Group
@@ -53,7 +54,8 @@ FULL = frozenset({10077, 10122})
 class Queued:
     """A batch that the queue has: its ids follow from tenant, run and key, so they are known at once.
 
-    What is wrong with it is told by its groups, which then close as rejected.
+    What is wrong with it is told by its groups, which then close as rejected, or, where it has none (a run
+    or an n that is not allowed, a key that stands for another body), by what `NatsClient.groups` raises.
     """
 
     run: str
@@ -153,6 +155,8 @@ class NatsClient:
         Raises PayloadTooLarge, Unsendable, and QueueFull when there was no room within `budget_s`.
         """
         asked = list(tasks)
+        if not asked:
+            raise Unsendable("tasks is empty")
         body = submission(
             asked, n=n, sampling=sampling, scorers=scorers, run=run, policy=policy, deadline_s=deadline_s,
             priority=priority, metadata=metadata, weights=weights, reward_formula=reward_formula,
@@ -191,18 +195,28 @@ class NatsClient:
 
         Raises DeadlineExceeded after `timeout` seconds (None: never).
         """
-        return self._read(run, follower, cursor, timeout, None)
+        return self._read(run, follower, cursor, timeout)
 
     def groups(
         self, batch: Queued, *, follower: str = "default", timeout: float | None = None
     ) -> AsyncGenerator[Group, None]:
-        """The groups of one batch as they close, as `trajectories`; all other groups are passed over for good."""
-        return self._read(batch.run, follower, None, timeout, set(batch.group_ids))
+        """The groups of one batch as they close, as `trajectories`; all other groups are passed over for good.
+
+        Raises what the batch was refused for (LimitExceeded, IdempotencyConflict, …) where it was not under
+        these groups.
+        """
+        return self._read(batch.run, follower, None, timeout, batch)
 
     async def _read(
-        self, run: str | None, follower: str, cursor: CursorFile | None, timeout: float | None, wanted: set[str] | None
+        self,
+        run: str | None,
+        follower: str,
+        cursor: CursorFile | None,
+        timeout: float | None,
+        batch: Queued | None = None,
     ) -> AsyncGenerator[Group, None]:
-        """Ends when all of `wanted` have been consumed."""
+        """Ends when all of `batch` have been consumed."""
+        wanted = None if batch is None else set(batch.group_ids)
         deadline = None if timeout is None else time.monotonic() + timeout
         place = Follower(self, topology.tenant_consumer(self.tenant, follower))
         scope = f"follower:{self.tenant}/{follower}"
@@ -218,6 +232,10 @@ class NatsClient:
                     if wanted is not None:
                         wanted.discard(message.group_id)
                 await place.acknowledge(message, confirmed=cursor is not None)
+                if batch is not None and not asked_for and message.run in (batch.run, ids.REJECTED_RUN):
+                    refused = message.refusal(batch.sequence)
+                    if refused is not None:
+                        raise refusal(refused)
         finally:
             if cursor is not None:
                 await asyncio.to_thread(cursor.flush)

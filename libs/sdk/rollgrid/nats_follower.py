@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 from rollgrid_contracts import codec, subjects
+from rollgrid_contracts.failures import ErrorInfo
 from rollgrid_contracts.topology import Consumer, Header
-from rollgrid_contracts.trajectories import GroupClosed
+from rollgrid_contracts.trajectories import CloseReason, GroupClosed
 
 from .async_client import AsyncClient
 from .errors import ConfigurationError, DeadlineExceeded, NotFound, ServerError
@@ -40,6 +41,9 @@ KEEP_S = 10.0
 
 ACK_ATTEMPTS_S = (1.0, 2.0)
 REMEMBERED = 10_000
+SUBMISSION = "rollgrid_submit"
+"""In the metadata of a refused submission's record: where the message was stored, and its key."""
+
 ABSENT_S = 10.0
 """How long a durable may be missing: nats-server and the operator may just have started."""
 
@@ -78,6 +82,18 @@ class Message:
                 code="internal",
                 status=200,
             ) from error
+
+    def refusal(self, sequence: int) -> ErrorInfo | None:
+        """Why the submission stored at `sequence` was refused, if this is the record of that."""
+        if Header.CLAIM in self._headers:
+            return None  # records of refusals are small
+        kind = self._headers.get(Header.CONTENT_TYPE, codec.MSGPACK)
+        with contextlib.suppress(msgspec.MsgspecError):
+            closed = codec.decode(self._data, GroupClosed, kind)
+            told = closed.metadata.get(SUBMISSION)
+            if closed.reason is CloseReason.REJECTED and isinstance(told, dict) and told.get("sequence") == sequence:
+                return closed.entries[0].sample.error
+        return None
 
 
 class Follower:

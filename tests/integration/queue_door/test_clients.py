@@ -14,7 +14,18 @@ from typing import Any
 import numpy as np
 import pytest
 from rollgrid import AsyncClient, CursorFile, NatsClient
-from rollgrid.errors import DeadlineExceeded, NotFound, PayloadTooLarge, Unauthenticated, Unreachable
+from rollgrid.errors import (
+    DeadlineExceeded,
+    IdempotencyConflict,
+    InvalidRequest,
+    LimitExceeded,
+    NotFound,
+    PayloadTooLarge,
+    RollgridAPIError,
+    Unauthenticated,
+    Unreachable,
+    Unsendable,
+)
 from rollgrid.nats_follower import NeedsHTTP
 from rollgrid.results import Group
 from rollgrid_contracts import ids, topology
@@ -100,6 +111,29 @@ async def test_a_refused_batch_comes_back_under_the_ids_the_client_knows(sdk: Na
     assert [sample.error.code for sample in group if sample.error] == ["model_not_found"] * 2
 
 
+@pytest.mark.parametrize(
+    ("wrong", "kind", "field"),
+    [({"n": 0}, LimitExceeded, "n"), ({"n": 65}, LimitExceeded, "n"), ({"run": "a.b"}, InvalidRequest, "run")],
+    ids=["no-sample", "too-many", "run"],
+)
+async def test_a_refused_batch_without_groups_of_its_own_is_an_error_not_a_wait(
+    sdk: NatsClient, follower: str, wrong: dict[str, Any], kind: type[RollgridAPIError], field: str
+) -> None:
+    """It ends in the run `_rejected`: whoever waits for its groups is told there."""
+    batch = await sdk.submit([PROMPT], **{**FAST, "run": "no-groups", **wrong})
+    with pytest.raises(kind) as told:
+        await take(sdk.groups(batch, follower=follower, timeout=60), 1)
+    assert told.value.field == field
+
+
+async def test_i2_whoever_reused_a_key_for_another_body_is_told(sdk: NatsClient, follower: str) -> None:
+    first = await sdk.submit([PROMPT], run="reused", idempotency_key="reused", **FAST)
+    assert len(await take(sdk.groups(first, follower=follower, timeout=60), 2)) == 1
+    other = await sdk.submit([PROMPT, PROMPT], run="reused", idempotency_key="reused", **FAST)
+    with pytest.raises(IdempotencyConflict):
+        await take(sdk.groups(other, follower=follower, timeout=60), 2)
+
+
 async def test_i2_a_reader_resumes_where_it_stopped(
     sdk: NatsClient, queue: Queue, follower: str, tmp_path: Path
 ) -> None:
@@ -169,6 +203,8 @@ async def test_a_group_over_the_inline_limit_is_fetched_by_http(
 async def test_what_cannot_be_is_told_by_type(pipe: Stack, sdk: NatsClient, follower: str) -> None:
     with pytest.raises(PayloadTooLarge, match="max_payload"):
         await sdk.submit([{"prompt": "x" * 2_000_000}], **FAST)
+    with pytest.raises(Unsendable, match="tasks"):
+        await sdk.submit([], **FAST)
     with pytest.raises(DeadlineExceeded):
         await take(sdk.trajectories("silent", follower=follower, timeout=0.3), 1)
     with pytest.raises(Unauthenticated):
