@@ -59,6 +59,7 @@ async def _rerun(options: argparse.Namespace, source: BinaryIO, sink: BinaryIO) 
         async with asyncio.TaskGroup() as group:
             position = 0
             while (closed := await asyncio.to_thread(_read, source)) is not None:
+                _check_types(closed, registry)
                 if not position:
                     await pool.start()  # takes a second or two: not for an input without records
                 await slots.acquire()
@@ -68,6 +69,16 @@ async def _rerun(options: argparse.Namespace, source: BinaryIO, sink: BinaryIO) 
         raise errors.exceptions[0] from errors
     finally:
         await pool.close()
+
+
+def _check_types(closed: GroupClosed, registry: Registry) -> None:
+    """Raises ValueError: verdicts of code that is not here would be nulls that say nothing of the samples."""
+    for spec in closed.scorers:
+        if spec.kind is ScorerKind.VERIFIER and spec.type not in registry:
+            raise ValueError(
+                f"no verifier is named {spec.type!r} here; known: {', '.join(registry.names)}.  "
+                f"--scorer {spec.name}=module:attr says where its code is"
+            )
 
 
 def _read(source: BinaryIO) -> GroupClosed | None:

@@ -143,6 +143,10 @@ def test_wrong_usage_is_said(pipe: Stack, groups: list[Group]) -> None:
     assert rerun(pipe, "--post", "again")[0] == 2
     assert rerun(pipe, "--scorer", "x=nonsense")[0] == 2
     assert rerun(pipe, "--scorer", '{"name": "x"}')[0] == 2
+    for unknown in (("--scorer", "zork"), ("--scorer", '{"type": "zork"}'), ()):  # `sound` is not installed
+        code, lines, errors = rerun(pipe, "--strict", *unknown)
+        assert (code, lines) == (2, [])
+        assert f"no verifier is named '{'zork' if unknown else 'sound'}'" in errors
     code, lines, _ = rerun(pipe, "--limit", "1", "--scorer", "sound=no_such_module:Thing")
     assert code == 0
     assert agreements(lines)["sound"]["new"]["statuses"] == {"verifier_error": 2}
