@@ -1,27 +1,39 @@
 #!/usr/bin/env bash
-# Every test, in two processes side by side: those with a real engine (which keeps one core busy), and all
-# others.  Arguments go to both, as in `scripts/test.sh -k ledger -x`.  Fails when either fails.
+# Every test, in three processes side by side: those with a real engine (which keeps one core busy), those that
+# kill servers and cut the power (which mostly wait), and all others.  Arguments go to each, as in
+# `scripts/test.sh -k ledger -x`.  Fails when any of them fails.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
 PYTEST="${VENV:-.venv}/bin/pytest"
 NO_TESTS=5 # pytest's exit code when a selection is empty
 
-others=$(mktemp)
-"$PYTEST" -m "not vllm and not clients" "$@" >"$others" 2>&1 </dev/null &
-pid=$!
-trap 'kill -TERM "$pid" 2>/dev/null; wait "$pid"; rm -f "$others"; exit 130' INT TERM
+ENGINE="vllm or clients"
+FAULTS="(chaos or power) and not ($ENGINE)"
+OTHERS="not chaos and not power and not ($ENGINE)"
 
-"$PYTEST" -m "vllm or clients" "$@" </dev/null
-engine=$?
+logs=$(mktemp -d)
+pids=()
+beside() { # name, selection, arguments
+    "$PYTEST" -m "$2" "${@:3}" >"$logs/$1" 2>&1 </dev/null &
+    pids+=($!)
+}
+beside faults "$FAULTS" "$@"
+beside others "$OTHERS" "$@"
+trap 'kill -TERM "${pids[@]}" 2>/dev/null; wait; rm -rf "$logs"; exit 130' INT TERM
 
-echo "--- the tests without an engine"
-tail -n +1 --pid="$pid" -f "$others"
-wait "$pid"
-rest=$?
-rm -f "$others"
+"$PYTEST" -m "$ENGINE" "$@" </dev/null
+codes=($?)
+for number in 0 1; do
+    name=$([ $number = 0 ] && echo faults || echo others)
+    echo "--- $name"
+    tail -n +1 --pid="${pids[$number]}" -f "$logs/$name"
+    wait "${pids[$number]}"
+    codes+=($?)
+done
+rm -rf "$logs"
 
-[ "$engine" = $NO_TESTS ] && [ "$rest" = $NO_TESTS ] && exit $NO_TESTS
-for code in "$engine" "$rest"; do
+[ "${codes[*]}" = "$NO_TESTS $NO_TESTS $NO_TESTS" ] && exit $NO_TESTS
+for code in "${codes[@]}"; do
     [ "$code" = 0 ] || [ "$code" = $NO_TESTS ] || exit "$code"
 done
