@@ -40,6 +40,13 @@ def check(job: SampleGroup, engine: Engine) -> None:
 
 def judge(result: Generated, sampling: SamplingParams) -> None:
     """An answer that is none is a failure.  Raises RequestFailed."""
+    if result.finish_reason is FinishReason.ERROR and sampling.structured_output is not None and not result.token_ids:
+        # vLLM compiles beside its loop: a grammar that passed its checks and does not compile ends like this
+        raise RequestFailed(
+            "the engine could not compile what the output is bound to",
+            ErrorCode.INVALID_REQUEST,
+            field="structured_output",
+        )
     if result.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
         raise RequestFailed(f"the engine ended the request with {result.finish_reason.value}")
     if not result.token_ids and sampling.max_tokens:

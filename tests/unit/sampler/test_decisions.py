@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+from array import array
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rollgrid_contracts import topology
 from rollgrid_contracts.checkpoints import PolicyState
-from rollgrid_contracts.jobs import Priority, VersionRule, VersionSpan, WeightConstraint
+from rollgrid_contracts.jobs import Priority, SamplingParams, VersionRule, VersionSpan, WeightConstraint
+from rollgrid_contracts.samples import FinishReason
 from rollgrid_contracts.subjects import PoolLane
 from rollgrid_sampler import lifeline
+from rollgrid_sampler.admission import judge
+from rollgrid_sampler.engines.base import Generated, RequestFailed
 from rollgrid_sampler.lanes import parse_durable
 from rollgrid_sampler.resume import allowed
 from rollgrid_sampler.settings import EngineKind, Fault, SamplerSettings
@@ -129,3 +133,25 @@ def bound_signal() -> int:
 def bound_signal_after(action: Any) -> int:
     action()
     return bound_signal()
+
+
+@pytest.mark.parametrize(
+    ("bound", "tokens", "code"),
+    [
+        ({"grammar": "root ::= "}, [], "invalid_request"),
+        ({"regex": "a"}, [1], "engine_error"),
+        (None, [], "engine_error"),
+    ],
+    ids=["does not compile", "fails while it samples", "no grammar"],
+)
+def test_a_grammar_that_does_not_compile_is_the_callers_mistake(
+    bound: dict[str, Any] | None, tokens: list[int], code: str
+) -> None:
+    """vLLM ends both with `error`; only what never sampled a token can be the grammar."""
+    ended = Generated(
+        token_ids=tokens, logprobs=array("f", [0.0] * len(tokens)), finish_reason=FinishReason.ERROR, text=""
+    )
+    with pytest.raises(RequestFailed) as told:
+        judge(ended, SamplingParams(max_tokens=4, structured_output=bound))
+    assert told.value.code == code
+    assert told.value.field == ("structured_output" if code == "invalid_request" else None)
