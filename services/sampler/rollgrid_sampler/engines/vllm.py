@@ -393,6 +393,7 @@ def set_environment(settings: SamplerSettings) -> None:
 
 def build(settings: SamplerSettings, folder: Path) -> Any:
     """An AsyncLLM; blocks until its engine core answers."""
+    from vllm.config import StructuredOutputsConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -411,6 +412,8 @@ def build(settings: SamplerSettings, folder: Path) -> Any:
         "disable_log_stats": not settings.engine_stats,
         "tensor_parallel_size": settings.tensor_parallel,
         "block_size": settings.block_size,
+        # "auto" takes whichever an engine's first such request fits: workers would answer one request differently
+        "structured_outputs_config": StructuredOutputsConfig(backend="xgrammar"),
     }
     if settings.device == "cpu":
         options |= {
