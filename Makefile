@@ -13,7 +13,7 @@ ARGS ?=
         up-compose down-compose test-compose
 
 help: ## print this
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
 	@echo
 	@echo "  VENV=<folder>                    another place for the environment (now $(VENV))"
 	@echo "  ROLLGRID_ENGINE=cpu|cuda|none    the engine to install (now $(ROLLGRID_ENGINE))"
@@ -47,7 +47,7 @@ test-clients: models clients-env ## Inspect and verifiers, unmodified, against t
 	$(BIN)/pytest tests/clients -m clients $(ARGS)
 
 test-fast: setup ## the tests without the engine and without the slow ones
-	$(BIN)/pytest -m "not vllm and not chaos and not slow and not power" $(ARGS)
+	$(BIN)/pytest -m "not vllm and not chaos and not slow and not power and not clients" $(ARGS)
 
 demo: setup ## one command from nothing to real rollouts
 	$(BIN)/rollgrid demo $(ARGS)
@@ -73,7 +73,7 @@ test-compose: models ## deploy/compose.yaml brought up for real and tested (skip
 train: models ## the sixty-line GRPO loop on the tiny model
 	$(BIN)/python examples/grpo_minimal.py $(ARGS)
 
-bench: setup ## durable end-to-end throughput with the scripted engine, and where the time goes
+bench: setup ## every figure beside its budget: control plane, tenants, engine overhead, latency (ARGS=--quick)
 	$(BIN)/python -m benchmarks $(ARGS)
 
 chaos: models ## the long kill storm; prints its seeds
