@@ -169,13 +169,9 @@ async def _until_stopped(service: Service, settings: ServiceSettings, stop: asyn
 
 
 def spare_collector() -> None:
-    """What a service has built by now lives as long as it does: the garbage collector need not visit it again.
-
-    Messages come and go without cycles, so it may also look less often than after every 700 of them.
-    """
+    """What a service has built by now lives as long as it does: the garbage collector need not visit it again."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 20, 20)
 
 
 def _on_signal(stop: asyncio.Event, name: str) -> None:
