@@ -58,7 +58,7 @@ up: setup ## start the stack on this machine and stay in front
 down: ## stop the stack
 	$(BIN)/rollgrid down $(ARGS)
 
-up-compose: models ## the stack in containers, until it is healthy (ARGS='ROLLGRID_ENGINE=scripted' sets; docs/deploy/compose.md)
+up-compose: models ## the stack in containers, until it is healthy (ARGS='ROLLGRID_SAMPLER_ENGINE=scripted' sets; docs/deploy/compose.md)
 	$(BIN)/python deploy/credentials.py $(ARGS)
 	PYTHON=$(BIN)/python deploy/compose.sh build volumes
 	PYTHON=$(BIN)/python deploy/compose.sh build sampler
