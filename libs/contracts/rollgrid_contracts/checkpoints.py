@@ -28,10 +28,22 @@ class FileInfo(msgspec.Struct, frozen=True, kw_only=True):
     sha256: str
 
 
+class AdapterInfo(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """Of a LoRA version: what its `adapter_config.json` says.  The delta is `alpha / rank · B A` (or / √rank: `rslora`)."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+    rslora: bool = False
+
+
 class CheckpointManifest(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """`manifest.json` of one version, written last by conditional create: the version's existence.
 
-    `version` is monotonic per policy and immutable; `prefix` is where its files are.
+    `version` is monotonic per policy and immutable; `prefix` is where its files are.  `base_version`
+    is the full version a LoRA or delta version builds on (0 = the base).  `weights_digest` is the
+    digest over all tensors (`rollgrid_weights.manifest.weights_digest`): equal for equal weights.
+    `next_within_s` is the publisher's promise of when the next version comes.
     """
 
     schema: int = 1
@@ -47,6 +59,49 @@ class CheckpointManifest(msgspec.Struct, frozen=True, omit_defaults=True, kw_onl
     tensors: tuple[TensorInfo, ...] = ()
     created_at: float = 0.0
     prefix: str = ""
+    adapter: AdapterInfo | None = None
+    weights_digest: str = ""
+    next_within_s: float | None = None
+
+
+class AdoptedVersion(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """A verified version whose files are still there: what a worker needs to stage it.  UNIX seconds."""
+
+    version: int
+    kind: CheckpointKind = CheckpointKind.FULL
+    prefix: str = ""
+    base_version: int = 0
+    step: int | None = None
+    weights_digest: str = ""
+    committed_at: float = 0.0
+    adopted_at: float = 0.0
+    bytes: int = 0
+
+
+class OnDeadline(StrEnum):
+    """What happens to a rollout that is not everywhere by its deadline."""
+
+    ALARM = "alarm"
+    ROLL_BACK = "roll_back"
+
+
+class Rollout(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """How `version` reaches the workers: only those of `workers` may apply it, until it is desired.
+
+    `canary` workers go first and must prove it for `canary_s`; then `at_once` workers more at a time
+    (0 = all).  `previous` is what the others keep and what a roll-back returns to.  UNIX seconds.
+    """
+
+    version: int
+    previous: int
+    canary: int = 0
+    canary_s: float = 0.0
+    at_once: int = 0
+    workers: tuple[str, ...] = ()
+    started_at: float = 0.0
+    proven_at: float = 0.0
+    deadline: float = 0.0
+    on_deadline: OnDeadline = OnDeadline.ALARM
 
 
 class CheckpointPublished(msgspec.Struct, frozen=True, kw_only=True, tag="checkpoint_published"):
@@ -65,6 +120,9 @@ class PolicyState(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     `tokenizer_digest` pin the tokenizer in S3; `base_digest` is the sha256 of the base weights.
     `tool_parser` and `reasoning_parser` are vLLM's names of the parsers of its model family.
     `desired` is the version the fleet should run, `history` the desired versions so far, oldest first.
+    `versions` are those whose files are still there, oldest first; the base (0) always is and is not listed.
+    While a `rollout` is under way, its workers run its version and the others what was desired before it.
+    `newest_at` is when the newest version was committed, `refresh_due` when the next was promised for.
     """
 
     tenant: str
@@ -86,6 +144,46 @@ class PolicyState(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     newest: int = 0
     tool_parser: str | None = None
     reasoning_parser: str | None = None
+    versions: tuple[AdoptedVersion, ...] = ()
+    rollout: Rollout | None = None
+    newest_at: float = 0.0
+    refresh_due: float = 0.0
+
+
+class Fingerprint(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """Value of `rg_fingerprints` under `fingerprint_key`: what the version's probes must give.
+
+    `cold` once a process that loaded the version from nothing has said so; before that it is what
+    the first worker found (`reference: pending` in the records).
+    """
+
+    fingerprint: str
+    cold: bool = False
+    worker: str = ""
+    taken_at: float = 0.0
+
+
+class Pin(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """Value of `rg_pins` under `pin_key`: a batch or an episode that needs a version until then (UNIX seconds)."""
+
+    until: float
+    batch_id: str = ""
+    tenant: str = ""
+
+
+def fingerprint_key(tenant: str, policy: str, version: int, engine_class: str) -> str:
+    """`engine_class` is the digest of all that fingerprints may differ by: build, device class, dtype, parallelism."""
+    return f"{tenant}.{policy}.{version}.{engine_class}"
+
+
+def pin_key(tenant: str, policy: str, version: int, holder: str) -> str:
+    """`tenant` and `policy` are the policy's; `holder` is a batch or a session."""
+    return f"{tenant}.{policy}.{version}.{holder}"
+
+
+def adapter_name(policy: str, version: int) -> str:
+    """The engine's name of a LoRA version: immutable, never used for other bytes."""
+    return f"{policy}@{version}"
 
 
 MANIFEST_NAME = "manifest.json"

@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import msgspec
 
+from .checkpoints import CheckpointKind
 from .failures import ErrorInfo
 from .samples import SampleStatus
 
 
 class LoadedVersion(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """A checkpoint version a worker really runs; `policy_revision` is the `rg_policies` revision it observed."""
+    """A checkpoint version a worker really runs; `policy_revision` is the `rg_policies` revision it observed.
+
+    Beside the weights there may be LoRA versions on them (`base_version`).  `current` is the one new
+    requests get.  `confirmed`: its fingerprint equals that of a cold load.
+    """
 
     policy: str
     tenant: str = "shared"
     version: int
     fingerprint: str | None = None
     policy_revision: int = 0
+    kind: CheckpointKind = CheckpointKind.FULL
+    base_version: int = 0
+    current: bool = True
+    confirmed: bool = False
+    loaded_at: float = 0.0
 
 
 class WorkerState(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
@@ -38,6 +48,9 @@ class WorkerState(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     renewed_at: float = 0.0
     tokens_total: int = 0
     samples_total: int = 0
+    max_loras: int = 0
+    swapping: bool = False
+    weights_problem: str | None = None
 
 
 class LaneClaim(msgspec.Struct, frozen=True, kw_only=True):
@@ -150,3 +163,18 @@ class LedgerAnswer(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True
     groups: tuple[GroupStatus, ...] = ()
     batch: BatchStatus | None = None
     error: ErrorInfo | None = None
+
+
+class RunPace(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """Value of `rg_runs` under `<tenant>.<run>`: how far sampling may run ahead of training.
+
+    A run that trains `batch` groups per version may have admitted at most
+    `(max_staleness + 1 + versions since `first_version`) · batch` groups (AReaL's capacity rule).
+    """
+
+    policy: str
+    batch: int
+    max_staleness: int
+    first_version: int
+    admitted: int = 0
+    updated_at: float = 0.0

@@ -50,6 +50,17 @@ class WeightConstraint(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=
     value: int = 0
 
 
+class OnRefresh(StrEnum):
+    """What happens to a sample in flight when new weights come."""
+
+    WAIT = "wait"
+    """It ends under the old ones first."""
+    ABORT = "abort"
+    """It stops, and goes on under the new ones behind the tokens it has, where that is exact; else from zero."""
+    KEEP = "keep"
+    """It is held while they are applied and goes on under them, its KV recomputed; spans record the seam."""
+
+
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """Sampling parameters under vLLM's names and defaults; `max_tokens` has none on purpose.
 
@@ -143,7 +154,8 @@ class SampleGroup(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True,
     A group of `n` samples may be split into `shards` jobs; each names its own `indexes`.
     Times are UNIX seconds.  `task` is the caller's payload for scorers (answer, dataset, entry);
     `metadata` is returned untouched.  `record_format` is the form in which the group's close is
-    stored (`codec` content type without its prefix: msgpack or json).
+    stored (`codec` content type without its prefix: msgpack or json).  `on_refresh` None leaves it
+    to the worker; `pinned`: one version makes the whole group.
     """
 
     tenant: str
@@ -163,7 +175,8 @@ class SampleGroup(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True,
     messages: tuple[dict[str, Any], ...] | None = None
     sampling: SamplingParams
     weights: WeightConstraint = WeightConstraint()
-    resume_mode: str = "restart"
+    on_refresh: OnRefresh | None = None
+    pinned: bool = False
     resume: tuple[Resume, ...] = ()
     attempt: int = 1
     cache_salt: str | None = None

@@ -89,6 +89,7 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
 
     `token_ids` and `logprobs` have equal length; EOS and stop tokens stay in.  `seed` is the
     sample's own 63-bit seed, None when unseeded.  `version_spans` cover [0, len(token_ids)).
+    `weight_fingerprint` is that of the last span's version; `fingerprint_confirmed` once a cold load gave the same.
     """
 
     index: int
@@ -113,6 +114,7 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     kept_tokens: BlobRef | None = None
     error: ErrorInfo | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    fingerprint_confirmed: bool = False
 
 
 class ScoringTask(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):

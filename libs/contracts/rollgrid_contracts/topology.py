@@ -81,10 +81,12 @@ WORKERS = Bucket(name="rg_workers", ttl_s=WORKER_LEASE_S)
 LANES = Bucket(name="rg_lanes")
 POLICIES = Bucket(name="rg_policies")
 PINS = Bucket(name="rg_pins")
+FINGERPRINTS = Bucket(name="rg_fingerprints", ttl_s=30 * 24 * 3600.0)
+RUNS = Bucket(name="rg_runs", ttl_s=30 * 24 * 3600.0)
 IDEMPOTENCY = Bucket(name="rg_idem", ttl_s=IDEMPOTENCY_TTL_S, max_bytes=256 * MIB)
 SUSPECTS = Bucket(name="rg_suspects", ttl_s=IDEMPOTENCY_TTL_S)
 LEDGER = Bucket(name="rg_ledger")
-BUCKETS = (WORKERS, LANES, POLICIES, PINS, IDEMPOTENCY, SUSPECTS, LEDGER)
+BUCKETS = (WORKERS, LANES, POLICIES, PINS, FINGERPRINTS, RUNS, IDEMPOTENCY, SUSPECTS, LEDGER)
 
 LEDGER_LEASE_KEY = "lease"
 

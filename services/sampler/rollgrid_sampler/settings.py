@@ -7,9 +7,8 @@ from pathlib import Path
 
 from pydantic import Field, SecretStr
 from pydantic_settings import SettingsConfigDict
+from rollgrid_contracts.jobs import OnRefresh
 from rollgrid_runtime.settings import ServiceSettings
-
-from .engines.base import SwapMode
 
 MIB = 1024 * 1024
 
@@ -69,7 +68,7 @@ class SamplerSettings(ServiceSettings):
     engine_timeout_s: float = Field(default=60.0, gt=0, description="an engine silent for so long is dead")
 
     # weights
-    swap_mode: SwapMode = SwapMode.WAIT
+    swap_mode: OnRefresh = OnRefresh.WAIT
     swap_deadline_s: float = Field(default=120.0, gt=0, description="a longer wait for running samples aborts them")
     cache: Path = Field(default=Path("~/.cache/rollgrid/versions"), description="downloaded versions")
     policy_wait_s: float = Field(default=10.0, ge=0, description="wait for the policy's desired version at start")

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from rollgrid_contracts import ids
 from rollgrid_contracts.failures import ErrorCode
+from rollgrid_contracts.jobs import OnRefresh
 from rollgrid_contracts.samples import FinishReason
 from rollgrid_runtime.errors import RollgridError
-from rollgrid_sampler.engines.base import Generated, RequestFailed, SwapMode
+from rollgrid_sampler.engines.base import Generated, RequestFailed
 
 from tests.support.tiny_models import EOS_ID, tiny_model
 
@@ -134,14 +135,14 @@ async def test_reload_repairs_the_tied_head_and_the_fingerprint_tells(engine: An
     """C07, design section 8: new weights to 1e-4; vLLM alone keeps the old head; equal bytes, equal fingerprint."""
     prompt = [5, 6, 7, 8]
     first = engine.loaded.fingerprint
-    loaded = await engine.load_version(1, tiny_model(NEW), SwapMode.WAIT)
+    loaded = await engine.load_version(1, tiny_model(NEW), OnRefresh.WAIT)
     assert loaded.version == 1
     assert loaded.fingerprint not in (None, first)
     result = await engine.generate(request(prompt, seed=6, max_tokens=32, ignore_eos=True))
     check_whole(result, version=1)
     assert difference(NEW, prompt, result) <= 1e-4
 
-    back = await engine.load_version(2, tiny_model(OLD), SwapMode.WAIT)
+    back = await engine.load_version(2, tiny_model(OLD), OnRefresh.WAIT)
     assert back.fingerprint == first, "reloaded in place = loaded cold"
 
     await engine._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(tiny_model(NEW))})
@@ -153,7 +154,7 @@ async def test_reload_repairs_the_tied_head_and_the_fingerprint_tells(engine: An
     await engine._llm.collective_rpc("rg_repair_tied_head")
     fixed = (await engine._llm.collective_rpc("rg_probe", args=(probes,)))[0]
     assert stale != fixed, "the fingerprint sees one stale tensor"
-    await engine.load_version(0, tiny_model(OLD), SwapMode.WAIT)
+    await engine.load_version(0, tiny_model(OLD), OnRefresh.WAIT)
 
 
 async def test_the_probe_equals_a_prompt_logprobs_request(engine: Any) -> None:
@@ -172,7 +173,7 @@ async def test_the_probe_equals_a_prompt_logprobs_request(engine: Any) -> None:
 async def test_wait_lets_running_samples_end_under_the_old_weights(engine: Any) -> None:
     running = [asyncio.create_task(engine.generate(request(max_tokens=300, ignore_eos=True))) for _ in range(4)]
     await asyncio.sleep(0.1)
-    swap = asyncio.create_task(engine.load_version(1, tiny_model(NEW), SwapMode.WAIT))
+    swap = asyncio.create_task(engine.load_version(1, tiny_model(NEW), OnRefresh.WAIT))
     await asyncio.sleep(0.02)
     late = asyncio.create_task(engine.generate(request(seed=8)))
     for result in await asyncio.gather(*running):
@@ -182,18 +183,18 @@ async def test_wait_lets_running_samples_end_under_the_old_weights(engine: Any) 
     result = await late
     check_whole(result, version=1)
     assert difference(NEW, [5, 6, 7, 8], result) <= 1e-4
-    await engine.load_version(0, tiny_model(OLD), SwapMode.WAIT)
+    await engine.load_version(0, tiny_model(OLD), OnRefresh.WAIT)
 
 
 async def test_abort_starts_running_samples_again_under_the_new_weights(engine: Any) -> None:
     running = [asyncio.create_task(engine.generate(request(max_tokens=300, ignore_eos=True))) for _ in range(4)]
     await asyncio.sleep(0.1)
-    await engine.load_version(1, tiny_model(NEW), SwapMode.ABORT)
+    await engine.load_version(1, tiny_model(NEW), OnRefresh.ABORT)
     for result in await asyncio.gather(*running):
         check_whole(result, version=1)
         assert len(result.token_ids) == 300
         assert difference(NEW, [5, 6, 7, 8], result) <= 1e-4
-    await engine.load_version(0, tiny_model(OLD), SwapMode.WAIT)
+    await engine.load_version(0, tiny_model(OLD), OnRefresh.WAIT)
 
 
 async def test_keep_goes_on_under_the_new_weights_and_spans_show_the_seam(engine: Any) -> None:
@@ -201,7 +202,7 @@ async def test_keep_goes_on_under_the_new_weights_and_spans_show_the_seam(engine
     prompt = [5, 6, 7, 8]
     running = [asyncio.create_task(engine.generate(request(prompt, max_tokens=400, ignore_eos=True))) for _ in range(4)]
     await asyncio.sleep(0.2)
-    loaded = await engine.load_version(1, tiny_model(NEW), SwapMode.KEEP)
+    loaded = await engine.load_version(1, tiny_model(NEW), OnRefresh.KEEP)
     assert loaded.version == 1
     for result in await asyncio.gather(*running):
         spans = result.version_spans
@@ -213,7 +214,7 @@ async def test_keep_goes_on_under_the_new_weights_and_spans_show_the_seam(engine
         got = list(result.logprobs)
         assert max(abs(a - b) for a, b in zip(got[:seam], old[:seam], strict=True)) <= 1e-4
         assert max(abs(a - b) for a, b in zip(got[seam:], new[seam:], strict=True)) <= 1e-4
-    await engine.load_version(0, tiny_model(OLD), SwapMode.WAIT)
+    await engine.load_version(0, tiny_model(OLD), OnRefresh.WAIT)
 
 
 async def test_a_version_that_cannot_be_read_is_refused_and_the_old_one_can_return(engine: Any, tmp_path: Any) -> None:
@@ -221,9 +222,9 @@ async def test_a_version_that_cannot_be_read_is_refused_and_the_old_one_can_retu
 
     before = engine.loaded
     with pytest.raises(WeightsRefused) as refused:
-        await engine.load_version(5, tmp_path, SwapMode.WAIT)
+        await engine.load_version(5, tmp_path, OnRefresh.WAIT)
     assert refused.value.intact is False
     assert engine.loaded == before, "a failed apply never advances the label"
-    await engine.load_version(0, tiny_model(OLD), SwapMode.WAIT)
+    await engine.load_version(0, tiny_model(OLD), OnRefresh.WAIT)
     result = await engine.generate(request(seed=9))
     assert difference(OLD, [5, 6, 7, 8], result) <= 1e-4

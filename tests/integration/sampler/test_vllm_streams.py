@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 import pytest
 from rollgrid_contracts.failures import ErrorCode
-from rollgrid_contracts.jobs import ParsingSpec, VersionSpan
+from rollgrid_contracts.jobs import OnRefresh, ParsingSpec, VersionSpan
 from rollgrid_contracts.samples import FinishReason
-from rollgrid_sampler.engines.base import Delta, Generated, GenerationRequest, RequestFailed, Sent, SwapMode
+from rollgrid_sampler.engines.base import Delta, Generated, GenerationRequest, RequestFailed, Sent
 from rollgrid_sampler.parsing import ParserDesk
 from rollgrid_sampler.streaming import joined
 
@@ -153,7 +153,7 @@ async def test_a_swap_by_abort_continues_streams_where_that_is_exact(engine: Any
     async with asyncio.timeout(60):
         while any(len(portions) < 5 for portions in told):
             await asyncio.sleep(0.005)
-    await engine.load_version(1, tiny_model(NEW), SwapMode.ABORT)
+    await engine.load_version(1, tiny_model(NEW), OnRefresh.ABORT)
     *continued, restarted = await asyncio.gather(*tasks)
     for result, portions in zip(continued, told, strict=False):
         check_told(portions, result)
@@ -168,7 +168,7 @@ async def test_a_swap_by_abort_continues_streams_where_that_is_exact(engine: Any
     assert restarted.resumed_from == 0
     again = next(at for at in range(1, len(told[2])) if told[2][at].offset == 0)
     check_told([delta for delta in told[2][again:] if delta.token_ids], restarted)
-    await engine.load_version(0, tiny_model(OLD), SwapMode.WAIT)
+    await engine.load_version(0, tiny_model(OLD), OnRefresh.WAIT)
 
 
 @pytest.mark.parametrize("streamed", [False, True])

@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 from rollgrid_contracts import codec
 from rollgrid_contracts.checkpoints import CheckpointKind, CheckpointManifest, FileInfo, PolicyState, version_root
-from rollgrid_contracts.jobs import SamplingParams, VersionRule, WeightConstraint
+from rollgrid_contracts.jobs import OnRefresh, SamplingParams, VersionRule, WeightConstraint
 from rollgrid_contracts.topology import POLICIES
 from rollgrid_runtime.blobs import Blobs
 from rollgrid_runtime.kv import Table
 from rollgrid_runtime.settings import NatsSettings, S3Settings
-from rollgrid_sampler.engines.base import SwapMode
 from rollgrid_sampler.engines.scripted import sample_key, script, weights_digest
 
 from .stage import POOL, Stage, make_job, sampler
@@ -75,7 +74,7 @@ def expected(folder_bytes: bytes, group: str, seed: int | None, length: int, tmp
     return tokens
 
 
-@pytest.mark.parametrize("mode", list(SwapMode))
+@pytest.mark.parametrize("mode", list(OnRefresh))
 async def test_a_desired_version_is_applied_and_stamped(
     stage: Stage,
     nats_settings: NatsSettings,
@@ -84,7 +83,7 @@ async def test_a_desired_version_is_applied_and_stamped(
     base: Path,
     tmp_path: Path,
     policies: Table[PolicyState],
-    mode: SwapMode,
+    mode: OnRefresh,
 ) -> None:
     revision = await policies.create(KEY, state())
     async with sampler(nats_settings, s3, model=base, cache=tmp_path / "cache", policy_wait_s=5, swap_mode=mode) as one:
@@ -170,7 +169,7 @@ async def test_samples_running_at_a_swap_keep_their_constraint(
 ) -> None:
     """An exact_version job whose samples would cross the seam is given back, not recorded with mixed tokens."""
     revision = await policies.create(KEY, state())
-    options: dict[str, Any] = {"swap_mode": SwapMode.KEEP, "scripted_token_rate": 100.0, "policy_wait_s": 5}
+    options: dict[str, Any] = {"swap_mode": OnRefresh.KEEP, "scripted_token_rate": 100.0, "policy_wait_s": 5}
     sampling = SamplingParams(max_tokens=150, ignore_eos=True)
     exact = make_job("exact", n=2, sampling=sampling, weights=WeightConstraint(rule=VersionRule.EXACT, value=0))
     free = make_job("free", n=2, sampling=sampling)

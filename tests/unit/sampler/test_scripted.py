@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rollgrid_contracts import ids
-from rollgrid_contracts.jobs import SamplingParams
+from rollgrid_contracts.jobs import OnRefresh, SamplingParams
 from rollgrid_contracts.samples import FinishReason
-from rollgrid_sampler.engines.base import EngineDead, GenerationRequest, RequestFailed, SwapMode
+from rollgrid_sampler.engines.base import EngineDead, GenerationRequest, RequestFailed
 from rollgrid_sampler.engines.scripted import ScriptedEngine, cut, sample_key, script, spell, weights_digest
 from rollgrid_sampler.settings import EngineKind, Fault, SamplerSettings
 
@@ -98,9 +98,9 @@ async def test_tokens_follow_the_bytes_not_the_label(tmp_path: Path) -> None:
     subject = engine()
     await subject.start(0, a)
     first = await subject.generate(request())
-    await subject.load_version(1, a, SwapMode.WAIT)
+    await subject.load_version(1, a, OnRefresh.WAIT)
     relabelled = await subject.generate(request())
-    await subject.load_version(2, b, SwapMode.WAIT)
+    await subject.load_version(2, b, OnRefresh.WAIT)
     other = await subject.generate(request())
     assert first.token_ids == relabelled.token_ids != other.token_ids
     assert [r.version_spans[0].version for r in (first, relabelled, other)] == [0, 1, 2]
@@ -108,8 +108,8 @@ async def test_tokens_follow_the_bytes_not_the_label(tmp_path: Path) -> None:
     assert other.token_ids == script(key, 0, len(other.token_ids), 512, EOS, 0.01)[0].tolist()
 
 
-@pytest.mark.parametrize("mode", list(SwapMode))
-async def test_a_swap_while_generating(tmp_path: Path, mode: SwapMode) -> None:
+@pytest.mark.parametrize("mode", list(OnRefresh))
+async def test_a_swap_while_generating(tmp_path: Path, mode: OnRefresh) -> None:
     a, b = folder(tmp_path / "a", b"one"), folder(tmp_path / "b", b"two")
     subject = engine(scripted_token_rate=200.0, scripted_eos_rate=0.0)
     await subject.start(0, a)
@@ -126,7 +126,7 @@ async def test_a_swap_while_generating(tmp_path: Path, mode: SwapMode) -> None:
         assert result.token_ids[start:end] == streams[version][start:end]
     assert spans[0][1] == 0
     assert spans[-1][2] == len(result.token_ids) == 50
-    expected = {SwapMode.WAIT: [0], SwapMode.ABORT: [1], SwapMode.KEEP: [0, 1]}[mode]
+    expected = {OnRefresh.WAIT: [0], OnRefresh.ABORT: [1], OnRefresh.KEEP: [0, 1]}[mode]
     assert [version for version, _, _ in spans] == expected
 
 

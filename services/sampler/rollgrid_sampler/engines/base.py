@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
-from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 from rollgrid_contracts import ids
 from rollgrid_contracts.failures import Boundary, ErrorCode
-from rollgrid_contracts.jobs import SamplingParams, VersionSpan
+from rollgrid_contracts.jobs import OnRefresh, SamplingParams, VersionSpan
 from rollgrid_contracts.samples import FinishReason, PromptLogprobs, TopLogprobs
 from rollgrid_runtime.errors import RollgridError
 
@@ -50,15 +49,13 @@ class WeightsRefused(RollgridError):
         self.intact = intact
 
 
-class SwapMode(StrEnum):
-    """What happens to requests in flight when new weights are applied."""
+class AdapterGone(RollgridError):
+    """The LoRA version of a request was unloaded before its end; `so_far` may be continued on another."""
 
-    WAIT = "wait"
-    """They end under the old weights first; new requests wait."""
-    ABORT = "abort"
-    """They start again from zero under the new weights; what a streamed one has sent stays where that is exact."""
-    KEEP = "keep"
-    """They go on under the new weights, their KV recomputed; spans record the seam."""
+    def __init__(self, version: int, so_far: Sent) -> None:
+        message = f"LoRA version {version} was unloaded"
+        super().__init__(ErrorCode.VERSION_GONE, message, boundary=Boundary.WEIGHTS, field="weights")
+        self.so_far = so_far
 
 
 class Sent(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,7 +72,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     `seed` is the sample's own (already derived), None = unseeded; `group_seed` is what it and those
     of later offsets derive from.  `sample` names the sample for engines that script their answers.
     `cache_salt` separates prefix caches.  Of two requests that wait inside an engine, a `hurried` one
-    goes first.  `max_tokens` 0 asks for the prompt's logprobs alone.
+    goes first.  `max_tokens` 0 asks for the prompt's logprobs alone.  `adapter` is the LoRA version it
+    runs on, None = the weights alone; `on_refresh` None leaves it to the load.
     """
 
     request_id: str
@@ -88,6 +86,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str | None = None
     sent: Sent = Sent()
     hurried: bool = False
+    adapter: int | None = None
+    on_refresh: OnRefresh | None = None
 
     def seed_at(self, offset: int) -> int | None:
         """The seed for what follows the first `offset` tokens."""
@@ -136,19 +136,29 @@ class Generated(msgspec.Struct, kw_only=True):
 
 
 class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits known once the engine has started."""
+    """Limits known once the engine has started.
+
+    `fingerprint_class` is a digest of all that fingerprints may differ by between engines with the same
+    weights (build, device class, dtype, parallelism).
+    """
 
     name: str
     max_model_len: int
     vocab_size: int
     logprobs_mode: str = "processed_logprobs"
+    max_loras: int = 0
+    fingerprint_class: str = ""
 
 
 class Loaded(msgspec.Struct, frozen=True, kw_only=True):
-    """The weights that answer now."""
+    """The weights that answer now, and the LoRA versions on them with their fingerprints.
+
+    `version` is that of the full weights; -1 while they are in doubt.
+    """
 
     version: int
     fingerprint: str | None = None
+    adapters: dict[int, str | None] = {}
 
 
 class Engine(Protocol):
@@ -178,8 +188,20 @@ class Engine(Protocol):
             EngineDead: the engine is gone.
         """
 
-    async def load_version(self, version: int, folder: Path, mode: SwapMode) -> Loaded:
-        """Apply `folder` as `version`.  Raises WeightsRefused, EngineDead."""
+    async def load_version(self, version: int, folder: Path, mode: OnRefresh) -> Loaded:
+        """Apply `folder` as `version` to a running engine; requests that say nothing else follow `mode`.
+
+        New requests wait meanwhile.  The adapters there were are gone afterwards.  When it returns, no
+        request waits any more; while it is under way and after a refusal that is not `intact`, none is answered.
+
+        Raises WeightsRefused, EngineDead.
+        """
+
+    async def add_adapter(self, version: int, folder: Path) -> Loaded:
+        """Load a LoRA version beside the others; generation goes on.  Raises WeightsRefused (intact), EngineDead."""
+
+    async def remove_adapter(self, version: int, mode: OnRefresh) -> Loaded:
+        """Unload a LoRA version: `wait` for its requests, or `abort` them (they raise AdapterGone).  Raises EngineDead."""
 
     async def health(self) -> None:
         """A round trip through the engine's own loop.  Raises EngineDead."""

@@ -21,7 +21,7 @@ import httpx2
 import msgspec
 from rollgrid_contracts.arrays import Floats, TokenIds
 from rollgrid_contracts.failures import ErrorCode
-from rollgrid_contracts.jobs import SamplingParams, VersionSpan
+from rollgrid_contracts.jobs import OnRefresh, SamplingParams, VersionSpan
 from rollgrid_contracts.samples import FinishReason, PromptLogprobs, TopLogprobs
 
 from rollgrid_sampler.settings import SamplerSettings
@@ -36,7 +36,6 @@ from .base import (
     OnDelta,
     RequestFailed,
     Sent,
-    SwapMode,
     WeightsRefused,
 )
 from .progress import End, Progress
@@ -92,8 +91,14 @@ class OpenAIEngine:
     async def close(self) -> None:
         await self._http.aclose()
 
-    async def load_version(self, version: int, folder: Path, mode: SwapMode) -> Loaded:
+    async def load_version(self, version: int, folder: Path, mode: OnRefresh) -> Loaded:
         raise WeightsRefused("an attached server manages its own weights", intact=True)
+
+    async def add_adapter(self, version: int, folder: Path) -> Loaded:
+        raise WeightsRefused("an attached server manages its own adapters", intact=True)
+
+    async def remove_adapter(self, version: int, mode: OnRefresh) -> Loaded:
+        return self.loaded
 
     @property
     def tokenizer(self) -> None:

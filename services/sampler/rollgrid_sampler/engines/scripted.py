@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 from rollgrid_contracts.arrays import Floats, TokenIds
 from rollgrid_contracts.failures import ErrorCode
-from rollgrid_contracts.jobs import SamplingParams, VersionSpan
+from rollgrid_contracts.jobs import OnRefresh, SamplingParams, VersionSpan
 from rollgrid_contracts.samples import FinishReason, PromptLogprobs, TopLogprobs
 from rollgrid_runtime.logging import get_logger
 
@@ -41,7 +41,6 @@ from .base import (
     OnDelta,
     RequestFailed,
     Sent,
-    SwapMode,
     WeightsRefused,
 )
 from .progress import clipped
@@ -314,7 +313,13 @@ class ScriptedEngine:
             if not self._running:
                 self._idle.set()
 
-    async def load_version(self, version: int, folder: Path, mode: SwapMode) -> Loaded:
+    async def add_adapter(self, version: int, folder: Path) -> Loaded:
+        raise WeightsRefused("LoRA versions are not offered", intact=True)
+
+    async def remove_adapter(self, version: int, mode: OnRefresh) -> Loaded:
+        return self.loaded
+
+    async def load_version(self, version: int, folder: Path, mode: OnRefresh) -> Loaded:
         async with self._swap:
             try:
                 digest = await asyncio.to_thread(weights_digest, folder)
@@ -322,13 +327,13 @@ class ScriptedEngine:
                 raise WeightsRefused(f"version {version}: {error}", intact=True) from error
             self._open.clear()
             try:
-                if mode is SwapMode.WAIT:
+                if mode is OnRefresh.WAIT:
                     try:
                         async with asyncio.timeout(self._settings.swap_deadline_s):
                             await self._idle.wait()
                     except TimeoutError:
-                        mode = SwapMode.ABORT
-                self._digest, self._restart = digest, mode is SwapMode.ABORT
+                        mode = OnRefresh.ABORT
+                self._digest, self._restart = digest, mode is OnRefresh.ABORT
                 self._loaded = Loaded(version=version, fingerprint=_fingerprint(digest))
                 swapped, self._swapped = self._swapped, asyncio.Event()
                 swapped.set()

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import msgspec
 import psutil
 from rollgrid_contracts.failures import ErrorCode
-from rollgrid_contracts.jobs import SamplingParams, VersionSpan
+from rollgrid_contracts.jobs import OnRefresh, SamplingParams, VersionSpan
 from rollgrid_contracts.samples import FinishReason
 from rollgrid_runtime.logging import get_logger
 
@@ -42,7 +42,6 @@ from .base import (
     OnDelta,
     RequestFailed,
     Sent,
-    SwapMode,
     WeightsRefused,
 )
 from .progress import End, Progress
@@ -322,12 +321,18 @@ class VllmEngine:
 
     # -- weights ------------------------------------------------------------------------------
 
-    async def load_version(self, version: int, folder: Path, mode: SwapMode) -> Loaded:
+    async def add_adapter(self, version: int, folder: Path) -> Loaded:
+        raise WeightsRefused("LoRA versions are not offered", intact=True)
+
+    async def remove_adapter(self, version: int, mode: OnRefresh) -> Loaded:
+        return self.loaded
+
+    async def load_version(self, version: int, folder: Path, mode: OnRefresh) -> Loaded:
         async with self._swap:
             await self._pause(mode)
             try:
                 await self._llm.collective_rpc("rg_reload", args=(str(folder),))
-                await self._llm.reset_prefix_cache(reset_running_requests=mode is SwapMode.KEEP)
+                await self._llm.reset_prefix_cache(reset_running_requests=mode is OnRefresh.KEEP)
                 self._loaded = await self._label(version)
             except Exception as error:
                 if self._llm.errored:
@@ -337,16 +342,16 @@ class VllmEngine:
             await self._llm.resume_generation()
             return self._loaded
 
-    async def _pause(self, mode: SwapMode) -> None:
-        if mode is SwapMode.WAIT:
+    async def _pause(self, mode: OnRefresh) -> None:
+        if mode is OnRefresh.WAIT:
             try:
                 async with asyncio.timeout(self._settings.swap_deadline_s):
                     await self._llm.pause_generation(mode="wait", clear_cache=True)
                 return
             except TimeoutError:
                 log.warning("swap_wait_too_long", deadline_s=self._settings.swap_deadline_s, running=len(self._flying))
-                mode = SwapMode.ABORT
-        if mode is SwapMode.ABORT:
+                mode = OnRefresh.ABORT
+        if mode is OnRefresh.ABORT:
             self._restarting |= self._flying
         await self._llm.pause_generation(mode=mode.value, clear_cache=True)
 
