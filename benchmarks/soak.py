@@ -140,6 +140,14 @@ def slope(points: list[tuple[float, float]]) -> float:
     return statistics.linear_regression(*zip(*points, strict=True)).slope * 3600.0
 
 
+def curve(points: list[tuple[float, float]]) -> list[float]:
+    """The mean MiB of every minute."""
+    minutes: dict[int, list[float]] = {}
+    for at, mib in points:
+        minutes.setdefault(int(at // 60), []).append(mib)
+    return [round(statistics.fmean(minutes[minute]), 1) for minute in sorted(minutes)]
+
+
 def at_rest(pipe: Stack) -> dict[str, float]:
     """Everything that must be zero once the work has ended."""
     fleet = httpx2.get(f"{pipe.url}/v1/fleet", timeout=10).raise_for_status().json()
@@ -164,7 +172,8 @@ def at_rest(pipe: Stack) -> dict[str, float]:
     return found
 
 
-def measure(minutes: float) -> Result:
+def measure(minutes: float) -> tuple[Result, dict[str, list[float]]]:
+    """The result, and the memory of each part minute by minute."""
     samples: dict[str, list[tuple[float, float]]] = {}
     with stack(plan()) as pipe:
         load = Load(pipe)
@@ -195,7 +204,8 @@ def measure(minutes: float) -> Result:
             figures[f"{name}_mib_first"] = fitted[0][1]
             figures[f"{name}_mib_last"] = fitted[-1][1]
             figures[f"{name}_mib_per_hour"] = slope(fitted)
-    return Result("soak", {"minutes": minutes}, figures, (Budget("not_at_rest", at_most=0.0),))
+    result = Result("soak", {"minutes": minutes}, figures, (Budget("not_at_rest", at_most=0.0),))
+    return result, {name: curve(points) for name, points in samples.items()}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -203,8 +213,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--out", type=Path, default=None, help="a JSON file for the figures")
     chosen = parser.parse_args(argv)
-    result = measure(chosen.minutes)
+    result, curves = measure(chosen.minutes)
     print_result(result)
+    for name, mib in curves.items():
+        print(f"  {name} MiB by the minute: {' '.join(f'{value:.0f}' for value in mib)}")
     path = save(result)
     if chosen.out is not None:
         chosen.out.write_text(path.read_text())
