@@ -20,7 +20,10 @@ from rollgrid_contracts.checkpoints import (
     Pin,
     PolicyState,
     Rollout,
+    RolloutRequest,
     TensorInfo,
+    Upload,
+    UploadShard,
 )
 from rollgrid_contracts.columns import ArchivedClose, ArchivedPost, ArchivedRewards, ArchiveManifest
 from rollgrid_contracts.episodes import ForkReason, SessionEnded, SessionForked, SessionOutcome
@@ -549,6 +552,33 @@ FULL: dict[str, Any] = {
         adapter=AdapterInfo(rank=8, alpha=16.0, targets=("q_proj", "v_proj"), rslora=True),
         weights_digest="ab" * 32,
         next_within_s=60.0,
+    ),
+    "checkpoint_manifest.rollout": CheckpointManifest(
+        tenant="acme",
+        policy="smol",
+        version=6,
+        kind=CheckpointKind.FULL,
+        files=(FileInfo(name="model.safetensors", size=10, sha256="bb" * 32),),
+        rollout=RolloutRequest(canary=1, canary_s=30.0, at_once=2, deadline_s=600.0, on_deadline=OnDeadline.ROLL_BACK),
+    ),
+    "upload": Upload(
+        tenant="acme",
+        policy="smol",
+        upload="step-12",
+        kind=CheckpointKind.LORA,
+        world=4,
+        base_version=3,
+        version=7,
+        step=12,
+        dtype="bfloat16",
+        next_within_s=60.0,
+        created_at=1.5,
+        expires_at=3601.5,
+    ),
+    "upload_shard": UploadShard(
+        rank=2,
+        files=(FileInfo(name="model-2.safetensors", size=10, sha256="bb" * 32),),
+        tensors=(TensorInfo(name="lm_head.weight", dtype="BF16", shape=(2, 3), sha256="cc" * 32),),
     ),
     "policy_state.rollout": PolicyState(
         tenant="acme",

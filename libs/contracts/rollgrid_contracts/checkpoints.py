@@ -37,13 +37,31 @@ class AdapterInfo(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     rslora: bool = False
 
 
+class OnDeadline(StrEnum):
+    """What happens to a rollout that is not everywhere by its deadline."""
+
+    ALARM = "alarm"
+    ROLL_BACK = "roll_back"
+
+
+class RolloutRequest(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """How a publisher wants its version to reach the workers; see `Rollout`.  `deadline_s` 0 = checkpoint-sync's own."""
+
+    canary: int = 0
+    canary_s: float = 0.0
+    at_once: int = 0
+    deadline_s: float = 0.0
+    on_deadline: OnDeadline = OnDeadline.ALARM
+
+
 class CheckpointManifest(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """`manifest.json` of one version, written last by conditional create: the version's existence.
 
     `version` is monotonic per policy and immutable; `prefix` is where its files are.  `base_version`
     is the full version a LoRA or delta version builds on (0 = the base).  `weights_digest` is the
     digest over all tensors (`rollgrid_weights.manifest.weights_digest`): equal for equal weights.
-    `next_within_s` is the publisher's promise of when the next version comes.
+    `next_within_s` is the publisher's promise of when the next version comes, `rollout` how it asks
+    for this one to reach the workers.
     """
 
     schema: int = 1
@@ -62,6 +80,36 @@ class CheckpointManifest(msgspec.Struct, frozen=True, omit_defaults=True, kw_onl
     adapter: AdapterInfo | None = None
     weights_digest: str = ""
     next_within_s: float | None = None
+    rollout: RolloutRequest | None = None
+
+
+class Upload(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """`upload.json`: the terms that the ranks of one upload share.  UNIX seconds.
+
+    Nothing of it is visible before the commit; from `expires_at` on everything below `upload_root` may go.
+    `version` is the number asked for, None = the next free one at the commit.
+    """
+
+    tenant: str
+    policy: str
+    upload: str
+    kind: CheckpointKind
+    world: int = 1
+    base_version: int = 0
+    version: int | None = None
+    step: int | None = None
+    dtype: str = ""
+    next_within_s: float | None = None
+    created_at: float = 0.0
+    expires_at: float = 0.0
+
+
+class UploadShard(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """What one rank has uploaded, whole; written once."""
+
+    rank: int
+    files: tuple[FileInfo, ...]
+    tensors: tuple[TensorInfo, ...] = ()
 
 
 class AdoptedVersion(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
@@ -76,13 +124,6 @@ class AdoptedVersion(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     committed_at: float = 0.0
     adopted_at: float = 0.0
     bytes: int = 0
-
-
-class OnDeadline(StrEnum):
-    """What happens to a rollout that is not everywhere by its deadline."""
-
-    ALARM = "alarm"
-    ROLL_BACK = "roll_back"
 
 
 class Rollout(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
@@ -194,3 +235,11 @@ REFUSED_NAME = "refused.json"
 def version_root(tenant: str, policy: str, version: int) -> str:
     """S3 prefix of one version: its manifest lies right below it, its files below the manifest's `prefix`."""
     return f"checkpoints/{tenant}/{policy}/{version}/"
+
+
+UPLOAD_NAME = "upload.json"
+
+
+def upload_root(tenant: str, policy: str, upload: str) -> str:
+    """S3 prefix of one upload that is not committed: `upload.json`, `shards/<rank>.json`, `files/…`."""
+    return f"checkpoints/{tenant}/{policy}/uploads/{upload}/"

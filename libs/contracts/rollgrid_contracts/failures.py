@@ -29,6 +29,7 @@ class ErrorCode(StrEnum):
     UNAUTHENTICATED = "unauthenticated"
     FORBIDDEN = "forbidden"
     VERSION_UNAVAILABLE = "version_unavailable"
+    UPLOAD_INCOMPLETE = "upload_incomplete"
     # the fleet's state
     QUEUE_FULL = "queue_full"
     NOT_READY = "not_ready"

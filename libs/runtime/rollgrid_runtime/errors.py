@@ -31,6 +31,7 @@ VERDICTS: dict[ErrorCode, Verdict] = {
     ErrorCode.IDEMPOTENCY_CONFLICT: Verdict(409, False),
     ErrorCode.GROUP_OPEN: Verdict(409, True),
     ErrorCode.VERSION_UNAVAILABLE: Verdict(409, True),
+    ErrorCode.UPLOAD_INCOMPLETE: Verdict(409, True),
     ErrorCode.VERSION_GONE: Verdict(410, False),
     ErrorCode.PAYLOAD_TOO_LARGE: Verdict(413, False),
     ErrorCode.QUEUE_FULL: Verdict(429, True),
