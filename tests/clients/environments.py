@@ -4,13 +4,17 @@
     python -m tests.clients.environments --lock     resolves requirements/*.in again into *.txt
 
 They live in `.venv-clients/` (or `ROLLGRID_CLIENT_ENVIRONMENTS`).  A stamp holds the digest of what
-each was made from: with nothing to do a run ends at once.  Each file is named and checked by its hash.
+each was made from: with nothing to do a run ends at once.  Each file is named and checked by its hash,
+but torch's (locks/torch-cpu.txt): where this environment has that very build its files are linked, which
+takes a second instead of twenty and no disk.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
+import importlib.metadata
 import os
 import shutil
 import subprocess
@@ -21,7 +25,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 REQUIREMENTS = Path(__file__).with_name("requirements")
-CLIENTS = ("inspect", "verifiers")
+CLIENTS = ("inspect", "trl", "verifiers")
+TRAINERS = ("trl",)
+"""They get torch and rollgrid's SDK as well, as a trainer's environment has them."""
+SDK = ("libs/contracts", "libs/weights", "libs/sdk")
+TORCH = ROOT / "locks" / "torch-cpu.txt"
+TORCH_INDEX = os.environ.get("ROLLGRID_TORCH_INDEX")
+"""As for scripts/setup.sh, which knows the usual one."""
 BUILD_S = 900.0
 
 
@@ -39,7 +49,11 @@ def environment(client: str) -> Path:
 
 def _make(client: str, folder: Path) -> None:
     wanted = REQUIREMENTS / f"{client}.txt"
-    digest = hashlib.sha256(wanted.read_bytes() + sys.version.encode() + str(folder).encode()).hexdigest()
+    sources = [wanted]
+    if client in TRAINERS:
+        sources += [TORCH, *(ROOT / member / "pyproject.toml" for member in SDK)]
+    made_from = b"".join(source.read_bytes() for source in sources) + sys.version.encode() + str(folder).encode()
+    digest = hashlib.sha256(made_from).hexdigest()
     stamp = folder / "made-from"
     if stamp.exists() and stamp.read_text() == digest:
         return
@@ -48,16 +62,45 @@ def _make(client: str, folder: Path) -> None:
     _run(sys.executable, "-m", "venv", str(folder))
     pip = (str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "--no-input")
     # complete and pinned: pip has nothing to resolve
-    _run(*pip, "install", "--quiet", "--no-deps", "--require-hashes", "--requirement", str(wanted))
+    install = (*pip, "install", "--quiet", "--no-deps")
+    _run(*install, "--require-hashes", "--requirement", str(wanted))
+    if client in TRAINERS:
+        _add_torch(folder, install)
+        _run(*install, "--no-build-isolation", *(f"--editable={ROOT / member}" for member in SDK))
     _run(*pip, "check")
     stamp.write_text(digest)
     print(f"clients: {client} made in {time.monotonic() - started:.0f} s")
 
 
-def _run(*command: str) -> None:
+def _add_torch(folder: Path, install: tuple[str, ...]) -> None:
+    """The pinned CPU build: this environment's files under second names, else pip's."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        torch = importlib.metadata.distribution("torch")
+        if f"torch=={torch.version}" in TORCH.read_text().splitlines():
+            _link(torch, Path(_run(str(folder / "bin" / "python"), "-c", "import site; print(site.getsitepackages()[0])")))
+            return
+    index = ("--extra-index-url", TORCH_INDEX) if TORCH_INDEX else ()
+    _run(*install, *index, "--requirement", str(TORCH))
+
+
+def _link(distribution: importlib.metadata.Distribution, target: Path) -> None:
+    for file in distribution.files or ():
+        source = Path(str(file.locate()))
+        if ".." in file.parts or not source.exists():  # commands; bytecode that is not there
+            continue
+        (target / file).parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.link(source, target / file)
+        except OSError:  # another file system
+            shutil.copy2(source, target / file)
+
+
+def _run(*command: str) -> str:
+    """What it printed, stripped."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_S)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}: {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    return done.stdout.strip()
 
 
 def make_all() -> None:
@@ -83,6 +126,7 @@ def lock() -> None:
     """Resolve again, for any platform, without addresses of the machine that does it."""
     options = ["--quiet", "--universal", "--python-version", "3.11", "--no-header", "--no-annotate"]
     options += ["--no-emit-index-url", "--no-emit-find-links", "--generate-hashes"]
+    options += ["--excludes", str(ROOT / "locks" / "excluded.txt")]  # torch, above all
     for client in CLIENTS:
         files = [str(REQUIREMENTS / f"{client}.in"), "--output-file", str(REQUIREMENTS / f"{client}.txt")]
         _run(sys.executable, "-m", "uv", "pip", "compile", *options, *files)
