@@ -6,6 +6,8 @@ from enum import StrEnum
 
 import msgspec
 
+from .failures import ErrorInfo
+
 
 class CheckpointKind(StrEnum):
     FULL = "full"
@@ -131,6 +133,10 @@ class Rollout(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
 
     `canary` workers go first and must prove it for `canary_s`; then `at_once` workers more at a time
     (0 = all).  `previous` is what the others keep and what a roll-back returns to.  UNIX seconds.
+
+    `held_since`: all canaries hold the version since then; `proven_at`: they have proven it (0 = not yet).
+    `failure` set: nobody may apply it any more, and desired becomes `previous` once the reason is recorded
+    beside the version.
     """
 
     version: int
@@ -143,6 +149,8 @@ class Rollout(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     proven_at: float = 0.0
     deadline: float = 0.0
     on_deadline: OnDeadline = OnDeadline.ALARM
+    held_since: float = 0.0
+    failure: ErrorInfo | None = None
 
 
 class CheckpointPublished(msgspec.Struct, frozen=True, kw_only=True, tag="checkpoint_published"):
@@ -210,6 +218,17 @@ class Pin(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     until: float
     batch_id: str = ""
     tenant: str = ""
+
+
+def staleness(state: PolicyState, version: int) -> int:
+    """Positions in the desired history between what is desired now and `version` (0 = as desired, or newer)."""
+    history = state.history if state.history and state.history[-1] == state.desired else (*state.history, state.desired)
+    if version == state.desired:
+        return 0
+    for behind, found in enumerate(reversed(history)):
+        if found == version:
+            return behind
+    return 0 if version > state.newest else len(history)
 
 
 def fingerprint_key(tenant: str, policy: str, version: int, engine_class: str) -> str:

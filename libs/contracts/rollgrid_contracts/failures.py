@@ -32,6 +32,7 @@ class ErrorCode(StrEnum):
     UPLOAD_INCOMPLETE = "upload_incomplete"
     # the fleet's state
     QUEUE_FULL = "queue_full"
+    PACED = "paced"
     NOT_READY = "not_ready"
     EPISODE_REBUILDING = "episode_rebuilding"
     CANCELLED = "cancelled"

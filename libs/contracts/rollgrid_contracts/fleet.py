@@ -165,11 +165,22 @@ class LedgerAnswer(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True
     error: ErrorInfo | None = None
 
 
+class PacedBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """A batch that was admitted lately, and how many of its groups are counted; `settled`: they are known to be jobs."""
+
+    batch_id: str
+    groups: int
+    at: float
+    settled: bool = False
+
+
 class RunPace(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """Value of `rg_runs` under `<tenant>.<run>`: how far sampling may run ahead of training.
 
     A run that trains `batch` groups per version may have admitted at most
     `(max_staleness + 1 + versions since `first_version`) · batch` groups (AReaL's capacity rule).
+    `versions` counts those up to `version`, the newest seen.  Groups that closed without a single
+    success give their place back: they are counted up to RG_TRAJECTORIES sequence `cursor`.
     """
 
     policy: str
@@ -178,3 +189,7 @@ class RunPace(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     first_version: int
     admitted: int = 0
     updated_at: float = 0.0
+    version: int = 0
+    versions: int = 0
+    cursor: int = 0
+    recent: tuple[PacedBatch, ...] = ()

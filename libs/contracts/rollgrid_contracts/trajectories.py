@@ -26,6 +26,7 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
 
     `reward` is null unless every scorer asked for gave a number; null is never 0.  Turns of a
     multi-turn sample are in `turns`, in order, each on its own branch `node`.
+    `staleness` is that of the oldest version that made any token, when the group closed (`checkpoints.staleness`).
     """
 
     sample: Sample
@@ -34,6 +35,13 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     scores: tuple[Score, ...] = ()
     turns: tuple[Sample, ...] = ()
     engine: str = ""
+    staleness: int | None = None
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """The versions that made its tokens, in order of first use."""
+        samples = self.turns or (self.sample,)
+        return tuple(dict.fromkeys(span.version for sample in samples for span in sample.version_spans))
 
 
 class GroupClosed(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, tag="group_closed"):

@@ -35,6 +35,7 @@ VERDICTS: dict[ErrorCode, Verdict] = {
     ErrorCode.VERSION_GONE: Verdict(410, False),
     ErrorCode.PAYLOAD_TOO_LARGE: Verdict(413, False),
     ErrorCode.QUEUE_FULL: Verdict(429, True),
+    ErrorCode.PACED: Verdict(429, True),
     ErrorCode.CANCELLED: Verdict(499, False),
     ErrorCode.POISON: Verdict(500, False),
     ErrorCode.ENGINE_ERROR: Verdict(502, True),
