@@ -11,7 +11,7 @@ from rollgrid_contracts import codec
 from rollgrid_contracts.checkpoints import CheckpointKind, CheckpointManifest, TensorInfo
 
 from .errors import invalid
-from .names import SIDE_FILES, check_file_name, is_weights
+from .names import ADAPTER_CONFIG, SIDE_FILES, check_file_name, is_weights
 from .tensors import file_info, tensor_infos
 
 
@@ -39,7 +39,8 @@ def build_manifest(
     Raises WeightsError for malformed or non-finite tensors and for a tensor that two files carry.
     """
     weights = weight_files(folder)
-    side = [folder / name for name in sorted(SIDE_FILES) if (folder / name).is_file()]
+    wanted = SIDE_FILES if kind is CheckpointKind.LORA else SIDE_FILES - {ADAPTER_CONFIG}
+    side = [folder / name for name in sorted(wanted) if (folder / name).is_file()]
     return CheckpointManifest(
         tenant=tenant,
         policy=policy,
@@ -94,6 +95,9 @@ def check_manifest(manifest: CheckpointManifest) -> None:
         raise invalid("the manifest names a file twice", "files")
     if not any(is_weights(name) for name in names):
         raise invalid("the manifest names no *.safetensors file", "files")
+    if (ADAPTER_CONFIG in names) != (manifest.kind is CheckpointKind.LORA):
+        there = "holds" if ADAPTER_CONFIG in names else "lacks"
+        raise invalid(f"a {manifest.kind.value} version {there} {ADAPTER_CONFIG}", ADAPTER_CONFIG)
     if any(file.size < 0 for file in manifest.files):
         raise invalid("the manifest names a file of negative size", "files")
 

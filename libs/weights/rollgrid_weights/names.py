@@ -22,7 +22,9 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
 )
 CONFIG_FILES = ("config.json", "generation_config.json")
-SIDE_FILES = frozenset({INDEX, *CONFIG_FILES, *TOKENIZER_FILES})
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+SIDE_FILES = frozenset({INDEX, ADAPTER_CONFIG, *CONFIG_FILES, *TOKENIZER_FILES})
 """Files that may come with the tensors.  The fleet runs the base's own; these are kept, not used."""
 
 _WEIGHTS_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,120}\.safetensors")

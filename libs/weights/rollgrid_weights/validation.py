@@ -1,16 +1,17 @@
-"""Whether a published version can take the place of its base: same tensors, same shapes, finite."""
+"""Whether a published version can be served on its base: a full one in its place (same tensors, same shapes), an adapter upon it."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from rollgrid_contracts.checkpoints import CheckpointKind, CheckpointManifest, TensorInfo
+from rollgrid_contracts.checkpoints import AdapterInfo, CheckpointKind, CheckpointManifest, TensorInfo
 from rollgrid_contracts.failures import ErrorCode
 
+from .adapter import MAX_RANK, check_adapter, parse_config
 from .errors import WeightsError, invalid
-from .manifest import check_manifest, folder_tensors, verify_files
-from .names import is_weights
+from .manifest import check_manifest, folder_tensors, verify_files, weights_digest
+from .names import ADAPTER_CONFIG, is_weights
 from .safetensors_header import TensorEntry, read_header
 
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
@@ -27,29 +28,45 @@ def validate_version(
     *,
     dtypes: Collection[str] = (),
     tied: bool = False,
+    max_rank: int = MAX_RANK,
 ) -> tuple[TensorInfo, ...]:
-    """Check the files of a full version in `folder` against its manifest and the base's tensors.
+    """Check the files of a version in `folder` against its manifest and the base's tensors.
 
-    A tensor's dtype is its base's or one of `dtypes`.  With `tied`, `lm_head.weight` may be absent,
-    or present with exactly the bytes of the embedding.  Gives the tensors' digests.
+    A full version's tensor has the dtype of its base's or one of `dtypes`.  With `tied`,
+    `lm_head.weight` may be absent, or present with exactly the bytes of the embedding.  An adapter is
+    plain LoRA up to `max_rank` (`adapter`).  Gives the tensors' digests.
 
     Raises WeightsError: a missing, altered, malformed or disallowed file, a tensor that is missing,
     unknown, of another shape or dtype, not finite, or not what the manifest's own digests say.
     """
-    if manifest.kind is not CheckpointKind.FULL:
+    if manifest.kind not in (CheckpointKind.FULL, CheckpointKind.LORA):
         raise WeightsError(ErrorCode.UNSUPPORTED, f"kind {manifest.kind.value} is not supported yet", field="kind")
     check_manifest(manifest)
     weights = [folder / file.name for file in manifest.files if is_weights(file.name)]
     for path in weights:
         if not path.is_file():
             raise invalid(f"file {path.name} is missing", path.name)
-    check_tensors(_headers(weights), base, dtypes=dtypes, tied=tied)  # cheap, and before a byte is loaded
+    # cheap, and before a byte is loaded
+    if manifest.kind is CheckpointKind.LORA:
+        check_adapter(_headers(weights), _adapter_info(folder, manifest, max_rank), base)
+    else:
+        check_tensors(_headers(weights), base, dtypes=dtypes, tied=tied)
     verify_files(folder, manifest)
     tensors = folder_tensors(weights)
     _check_digests(tensors, manifest)
-    if tied:
+    if tied and manifest.kind is CheckpointKind.FULL:
         _check_tied_head(tensors)
     return tensors
+
+
+def _adapter_info(folder: Path, manifest: CheckpointManifest, max_rank: int) -> AdapterInfo:
+    path = folder / ADAPTER_CONFIG
+    if not path.is_file():
+        raise invalid(f"file {ADAPTER_CONFIG} is missing", ADAPTER_CONFIG)
+    info = parse_config(path.read_bytes(), max_rank=max_rank)
+    if manifest.adapter not in (None, info):
+        raise invalid(f"the manifest does not say what {ADAPTER_CONFIG} says", "adapter")
+    return info
 
 
 def _headers(weights: Sequence[Path]) -> dict[str, TensorEntry]:
@@ -89,6 +106,8 @@ def check_tensors(
 
 
 def _check_digests(tensors: Sequence[TensorInfo], manifest: CheckpointManifest) -> None:
+    if manifest.weights_digest and weights_digest(tensors) != manifest.weights_digest:
+        raise invalid("the tensors do not match the weights_digest of their manifest", "weights_digest")
     if not manifest.tensors:
         return
     found = {tensor.name: tensor for tensor in tensors}

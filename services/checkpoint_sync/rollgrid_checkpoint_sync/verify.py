@@ -6,13 +6,22 @@ import asyncio
 import shutil
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
-from rollgrid_contracts.checkpoints import MANIFEST_NAME, CheckpointManifest, PolicyState, version_root
+from rollgrid_contracts.checkpoints import (
+    MANIFEST_NAME,
+    CheckpointKind,
+    CheckpointManifest,
+    PolicyState,
+    TensorInfo,
+    version_root,
+)
 from rollgrid_contracts.failures import Boundary, ErrorCode
 from rollgrid_runtime.blobs import Blobs
 from rollgrid_runtime.errors import RollgridError, StorageError
+from rollgrid_weights.adapter import MAX_RANK
 from rollgrid_weights.errors import WeightsError
-from rollgrid_weights.manifest import check_manifest, decode_manifest
+from rollgrid_weights.manifest import check_manifest, decode_manifest, weights_digest
 from rollgrid_weights.validation import DTYPES, validate_version
 
 from .register import LocalModel
@@ -28,8 +37,28 @@ class Refused(RollgridError):
         super().__init__(code, message, boundary=Boundary.WEIGHTS, field=field, limit=limit)
 
 
-async def verify(blobs: Blobs, state: PolicyState, model: LocalModel, version: int, scratch: Path | None) -> str:
-    """Check a version whole; the prefix of its files.
+class Verified(NamedTuple):
+    """A version that may run: its manifest, where its files are, the digest over its tensors."""
+
+    manifest: CheckpointManifest
+    prefix: str
+    weights_digest: str
+
+    @property
+    def bytes(self) -> int:
+        return sum(file.size for file in self.manifest.files)
+
+
+async def verify(
+    blobs: Blobs,
+    state: PolicyState,
+    model: LocalModel,
+    version: int,
+    scratch: Path | None,
+    *,
+    max_lora_rank: int = MAX_RANK,
+) -> Verified:
+    """Check a version whole.
 
     Raises Refused when it can never run, StorageError when S3 or the disk fails (try again).
     """
@@ -41,11 +70,12 @@ async def verify(blobs: Blobs, state: PolicyState, model: LocalModel, version: i
         manifest = decode_manifest(data)
         _check_identity(manifest, state, version)
         check_manifest(manifest)
+        _check_base(manifest, state)
         prefix = _prefix(manifest, key)
-        await _fetch_and_validate(blobs, state, model, manifest, prefix, scratch)
+        tensors = await _fetch_and_validate(blobs, state, model, manifest, prefix, scratch, max_lora_rank)
     except WeightsError as error:
         raise Refused(error.code, error.message, error.field, error.limit) from error
-    return prefix
+    return Verified(manifest, prefix, weights_digest(tensors))
 
 
 def _check_identity(manifest: CheckpointManifest, state: PolicyState, version: int) -> None:
@@ -64,6 +94,18 @@ def _check_identity(manifest: CheckpointManifest, state: PolicyState, version: i
         )
 
 
+def _check_base(manifest: CheckpointManifest, state: PolicyState) -> None:
+    """An adapter sits on a full version whose files are there (0 = the base)."""
+    base = manifest.base_version or 0
+    full = {adopted.version for adopted in state.versions if adopted.kind is CheckpointKind.FULL}
+    if manifest.kind is CheckpointKind.LORA and base and base not in full:
+        raise Refused(
+            ErrorCode.VERSION_UNAVAILABLE,
+            f"version {manifest.version} sits on version {base}, which is no full version that is kept",
+            "base_version",
+        )
+
+
 def _prefix(manifest: CheckpointManifest, key: str) -> str:
     """Where the files are: in the version's own folder or below it."""
     prefix = (manifest.prefix or key).rstrip("/") + "/"
@@ -73,8 +115,14 @@ def _prefix(manifest: CheckpointManifest, key: str) -> str:
 
 
 async def _fetch_and_validate(
-    blobs: Blobs, state: PolicyState, model: LocalModel, manifest: CheckpointManifest, prefix: str, scratch: Path | None
-) -> None:
+    blobs: Blobs,
+    state: PolicyState,
+    model: LocalModel,
+    manifest: CheckpointManifest,
+    prefix: str,
+    scratch: Path | None,
+    max_lora_rank: int,
+) -> tuple[TensorInfo, ...]:
     present = set(await blobs.keys(prefix))
     for file in manifest.files:
         if prefix + file.name not in present:
@@ -88,7 +136,15 @@ async def _fetch_and_validate(
         for file in manifest.files:
             await blobs.download(prefix + file.name, folder / file.name)
         dtypes = (DTYPES[state.dtype],) if state.dtype in DTYPES else ()
-        await asyncio.to_thread(validate_version, folder, manifest, model.tensors, dtypes=dtypes, tied=model.tied)
+        return await asyncio.to_thread(
+            validate_version,
+            folder,
+            manifest,
+            model.tensors,
+            dtypes=dtypes,
+            tied=model.tied,
+            max_rank=max_lora_rank,
+        )
     finally:
         await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 

@@ -208,7 +208,7 @@ def test_a_malformed_file_is_refused_before_it_is_hashed(tmp_path: Path, old: di
 
 def test_other_kinds_are_not_supported_yet(tmp_path: Path, old: dict[str, TensorInfo]) -> None:
     new = folder(tmp_path / "new", weights(1))
-    error = refused(new, old, msgspec.structs.replace(manifest(new), kind=CheckpointKind.LORA))
+    error = refused(new, old, msgspec.structs.replace(manifest(new), kind=CheckpointKind.DELTA))
     assert (error.code, error.field) == (ErrorCode.UNSUPPORTED, "kind")
 
 
