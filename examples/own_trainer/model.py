@@ -1,0 +1,100 @@
+"""The policy: a small Llama with a byte-level BPE tokenizer of its own, and its warm start.
+
+Reinforcement learning needs some right answers to begin with.  A real trainer starts from a
+pretrained model; here a few supervised steps on training tasks take its place, stopped early
+(`until`), so that most of what can be learned is left to the rewards.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from .tasks import Task, TaskStream
+
+PAD, EOS = "<|pad|>", "<|end|>"
+CONTEXT = 64
+WARM_BATCH = 128
+LOOK_EVERY = 10
+IGNORED = -100
+"""torch's label for a position that is not learned from."""
+
+
+class Policy(NamedTuple):
+    model: Any
+    tokenizer: Any
+
+    def encode(self, task: Task) -> list[int]:
+        return list(self.tokenizer.encode(task.prompt, add_special_tokens=False))
+
+    @property
+    def parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    def save(self, folder: Path) -> None:
+        self.model.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+
+
+def new_policy(seed: int, hidden: int = 128, layers: int = 2) -> Policy:
+    """A model with random weights.  Its head is not tied to its embedding, as in most larger models."""
+    tokenizer = _tokenizer()
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=layers,
+        num_attention_heads=hidden // 32, head_dim=32, max_position_embeddings=CONTEXT, tie_word_embeddings=False,
+        initializer_range=0.05, bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    return Policy(LlamaForCausalLM(config), tokenizer)
+
+
+def _tokenizer() -> Any:
+    """Byte-level BPE; each digit is a token of its own, as in Llama's."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320, special_tokens=[PAD, EOS], show_progress=False,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+    )  # fmt: skip
+    made.train_from_iterator([task.question for task in TaskStream(0).take(256)], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token=PAD, eos_token=EOS)
+
+
+def warm_start(policy: Policy, tasks: TaskStream, *, until: float, lr: float, max_steps: int = 2000) -> int:
+    """Supervised steps until the likeliest answer is right in the share `until` of tasks; how many."""
+    optimizer = torch.optim.AdamW(policy.model.parameters(), lr=lr, weight_decay=0.0)
+    for step in range(1, max_steps + 1):
+        ids, labels = _supervised(policy, tasks.take(WARM_BATCH))
+        output = policy.model(ids, labels=labels)
+        output.loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % LOOK_EVERY == 0:
+            wanted = labels[:, 1:]
+            right = (output.logits[:, :-1].argmax(-1) == wanted) | (wanted == IGNORED)
+            if right.all(1).float().mean().item() >= until:
+                return step
+    raise RuntimeError(f"the warm start did not reach {until} within {max_steps} steps")
+
+
+def _supervised(policy: Policy, tasks: list[Task]) -> tuple[Any, Any]:
+    """Padded ids and labels of prompt and answer; only the answer is learned from."""
+    pairs = [
+        (policy.encode(task), [*policy.tokenizer.encode(task.answer), policy.tokenizer.eos_token_id]) for task in tasks
+    ]
+    width = max(len(prompt) + len(answer) for prompt, answer in pairs)
+    ids = torch.full((len(pairs), width), policy.tokenizer.pad_token_id)
+    labels = torch.full((len(pairs), width), IGNORED)
+    for row, (prompt, answer) in enumerate(pairs):
+        end = len(prompt) + len(answer)
+        ids[row, :end] = torch.tensor(prompt + answer)
+        labels[row, len(prompt) : end] = torch.tensor(answer)
+    return ids, labels
