@@ -94,10 +94,21 @@ class Tail:
     """
 
     def __init__(
-        self, bus: Bus, stream: str, subject: str, on_headers: Callable[[Mapping[str, str]], None] | None = None
+        self,
+        bus: Bus,
+        stream: str,
+        subject: str,
+        on_headers: Callable[[Mapping[str, str]], None] | None = None,
+        *,
+        after: int | None = None,
     ) -> None:
-        """`on_headers` is called with the headers of every message stored while the tail is there."""
+        """`on_headers` is called with the headers of every message stored while the tail is there.
+
+        With `after` also with those stored before, behind that sequence; `sequence` is that of the message at hand.
+        """
         self._bus, self._stream, self._subject, self._on_headers = bus, stream, subject, on_headers
+        self._after = after
+        self.sequence = 0
         self._subscription: Subscription | None = None
         self._epoch = -1
         self._grown = asyncio.Event()
@@ -134,7 +145,7 @@ class Tail:
         self._subscription = await self._bus.subscribe_raw(inbox, self._on_message)
         config = {
             "deliver_subject": inbox,
-            "deliver_policy": "new",
+            **self._start(),
             "ack_policy": "none",
             "filter_subject": self._subject,
             "headers_only": True,
@@ -153,8 +164,14 @@ class Tail:
             log.warning("tail_refused", stream=self._stream, error=answer["error"])
             self._epoch = -1
 
+    def _start(self) -> dict[str, object]:
+        if self._after is None:
+            return {"deliver_policy": "new"}
+        return {"deliver_policy": "by_start_sequence", "opt_start_seq": max(self._after, self.sequence) + 1}
+
     async def _on_message(self, msg: Msg) -> None:
         if self._on_headers is not None:
+            self.sequence = msg.metadata.sequence.stream
             self._on_headers(msg.headers or {})
         self._grown.set()
 

@@ -37,6 +37,8 @@ class Catalog:
         self._renderers: dict[str, Renderer] = {}
         self._failures: dict[str, str] = {}
         self._dirty = asyncio.Event()
+        self.moved = asyncio.Event()
+        """Set once something has changed; the next change has an event of its own."""
         self._names: dict[tuple[str, str], str] = {}
 
     # -- following ------------------------------------------------------------------------------
@@ -60,6 +62,8 @@ class Catalog:
             names[entry.value.tenant, entry.value.policy] = key  # a policy's own name wins over aliases
         self._names = names
         self._dirty.set()
+        moved, self.moved = self.moved, asyncio.Event()
+        moved.set()
 
     async def _load_renderers(self) -> None:
         while True:
@@ -131,6 +135,15 @@ class Catalog:
             if key is not None and key in self._view.values:
                 return self._view.values[key]
         return None
+
+    def now(self, state: PolicyState) -> PolicyState:
+        """The policy as it is now; as it was where it has gone."""
+        entry = self._view.values.get(f"{state.tenant}.{state.policy}")
+        return entry.value if entry is not None else state
+
+    def of_pool(self, pool: str) -> list[PolicyState]:
+        """Every policy that the pool serves, whoever's it is."""
+        return [entry.value for entry in self._view.values.values() if entry.value.pool == pool]
 
     def _refuse_unread(self) -> None:
         """No policy is unknown before they were read for the first time."""

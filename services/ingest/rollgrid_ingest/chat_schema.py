@@ -61,6 +61,8 @@ class ChatRequest(SamplingFields, kw_only=True):
     metadata: dict[str, Any] | None = None
     deadline_s: float | None = None
     weights: WeightsRequest | None = None
+    pin: bool | None = None
+    on_refresh: str | None = None
     # refused unless neutral
     echo: Any = None
     functions: Any = None

@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import msgspec
 from rollgrid_contracts import subjects
 from rollgrid_contracts.fleet import IdempotencyRecord
 from rollgrid_contracts.samples import GroupsCancelled
@@ -21,8 +22,11 @@ from rollgrid_runtime.telemetry import Span
 
 from . import metrics
 from .admission import JobsShare, TenantGauge, TenantGauges
+from .availability import Availability
 from .idempotency import Claim, Idempotency
 from .ledger_client import LedgerClient
+from .pacing import PATIENCE_S, Pacing
+from .pins import Pins
 from .publishing import JobPublisher, jobs_of, lane_of
 from .settings import Limits
 from .submission import Accepted, Submission
@@ -49,9 +53,18 @@ class KnownBatch(NamedTuple):
 
 class Handler:
     def __init__(
-        self, bus: Bus, ledger: LedgerClient, limits: Limits, share: JobsShare, *, publish_timeout_s: float
+        self,
+        bus: Bus,
+        ledger: LedgerClient,
+        limits: Limits,
+        share: JobsShare,
+        availability: Availability,
+        pacing: Pacing,
+        *,
+        publish_timeout_s: float,
     ) -> None:
         self._bus, self._ledger, self._limits, self._share = bus, ledger, limits, share
+        self._availability, self._pacing, self._pins = availability, pacing, Pins(bus)
         self._publisher = JobPublisher(bus, publish_timeout_s)
         self._idempotency = Idempotency(bus)
         self._gauges = TenantGauges(bus, limits.max_inflight_samples)
@@ -65,14 +78,17 @@ class Handler:
         await asyncio.gather(*self._abandoned, return_exceptions=True)
         await self._gauges.close()
 
-    async def submit(self, submission: Submission, *, at: float | None = None, again: bool = False) -> Accepted:
+    async def submit(
+        self, submission: Submission, *, at: float | None = None, again: bool = False, patience_s: float = PATIENCE_S
+    ) -> Accepted:
         """Store the submission's jobs; returns once every one is acknowledged.
 
         A repeated idempotency key names the same ids; only groups nobody has yet are published again,
         as after `again`: this very submission may have been stored before.  Deadlines count from `at`
-        (UNIX seconds, now if not given).
+        (UNIX seconds, now if not given).  `patience_s` is how long to wait for the run's pace.
 
-        Raises QueueFull, BusError, and RollgridError (idempotency_conflict, not_ready, queue_full).
+        Raises QueueFull, BusError, and RollgridError (idempotency_conflict, not_ready, queue_full, paced,
+        version_unavailable, version_gone, limit_exceeded).
         """
         now = time.time() if at is None else at
         batch_id, group_ids = submission.batch_id, submission.group_ids
@@ -88,6 +104,11 @@ class Handler:
             positions = await self._missing(submission, group_ids)
             if not positions and first_deadline:
                 deadline = first_deadline  # nothing is published anew, so the first one's holds
+        if positions:
+            await self._availability.check(submission)
+            patience_s = min(patience_s, max(0.0, deadline - time.time()))
+            weights = await self._pacing.admit(submission, positions, cursor, patience_s)
+            submission = msgspec.structs.replace(submission, weights=weights)
         with (
             bound(tenant=submission.tenant, run=submission.run, batch=batch_id),
             _span(submission, batch_id, group_ids, len(positions)) as span,
@@ -97,6 +118,8 @@ class Handler:
             span.set(sequence=job_seq)
             log.debug("jobs_stored", groups=group_ids[:LOGGED_GROUPS], count=len(positions), sequence=job_seq)
         self._remember(batch_id, submission, cursor, job_seq)
+        if submission.pace is not None:
+            self._pacing.stored(batch_id)
         return Accepted(
             batch_id=batch_id,
             run=submission.run,
@@ -194,6 +217,9 @@ class Handler:
             gauge.reserve(samples)
         stored = False
         try:
+            if jobs:
+                longest = max(submission.groups[position].deadline_s for position in positions)
+                await self._pins.hold(submission, batch_id, now + longest)
             job_seq = await self._publisher.publish(lane_of(submission), jobs)
             stored = True
         except RollgridError:
@@ -211,15 +237,16 @@ class Handler:
 
         A job sent while the connection was away is stored when it is back: so this goes on until then.
         """
-        task = asyncio.create_task(self._cancel_persistently(submission.tenant, submission.run, batch_id))
+        task = asyncio.create_task(self._cancel_persistently(submission, batch_id))
         self._abandoned.add(task)
         task.add_done_callback(self._abandoned.discard)
 
-    async def _cancel_persistently(self, tenant: str, run: str, batch_id: str) -> None:
+    async def _cancel_persistently(self, submission: Submission, batch_id: str) -> None:
         give_up = time.monotonic() + ABANDON_S
         while time.monotonic() < give_up:
             try:
-                await self.cancel(tenant, run, batch_id, reason="the submission failed")
+                await self.cancel(submission.tenant, submission.run, batch_id, reason="the submission failed")
+                await self._pins.drop(submission, batch_id)
                 return
             except RollgridError as error:
                 log.info("not_abandoned_yet", batch=batch_id, error=error.message)

@@ -16,6 +16,18 @@ SAMPLES = Counter("rollgrid_ingest_samples_total", "Samples accepted", ["priorit
 REFUSED = Counter("rollgrid_ingest_refused_total", "Requests refused", ["code"])
 QUEUED = Counter("rollgrid_ingest_queue_messages_total", "Messages of the queue door by how they ended", ["outcome"])
 """`outcome`: accepted, refused (closed in its run), rejected (closed in the run _rejected), delayed."""
+PACED = Counter("rollgrid_ingest_paced_total", "Submissions that found their run at the end of its capacity")
+PACE_WAITING = Gauge("rollgrid_ingest_pace_waiting", "Submissions held back until their run has capacity")
+CONSUMED_STALENESS = Histogram(
+    "rollgrid_ingest_consumed_staleness",
+    "Positions between the version desired when a closed group was read and the oldest that made any of its tokens",
+    buckets=(0, 1, 2, 3, 4, 6, 8, 12, 16, 32, 64),
+)
+CONSUMED_LAG = Histogram(
+    "rollgrid_ingest_consumed_lag_seconds",
+    "From the commit of the newest version that made any token of a group to the reading of the group",
+    buckets=(0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 14400, 86400),
+)
 RENDER_SECONDS = Histogram(
     "rollgrid_ingest_render_seconds",
     "Rendering the prompts of one request to token ids",

@@ -59,6 +59,8 @@ class CompletionRequest(SamplingFields, kw_only=True):
     metadata: dict[str, Any] | None = None
     deadline_s: float | None = None
     weights: WeightsRequest | None = None
+    pin: bool | None = None
+    on_refresh: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     echo: bool | None = None
@@ -114,6 +116,8 @@ class GenerateRequest(Refusable, forbid_unknown_fields=True, kw_only=True):
     metadata: dict[str, Any] | None = None
     deadline_s: float | None = None
     weights: WeightsRequest | None = None
+    pin: bool | None = None
+    on_refresh: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     # refused unless neutral
@@ -143,6 +147,8 @@ class ScoreRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     add_special_tokens: bool | None = None
     top_logprobs: int | None = None
     weights: WeightsRequest | None = None
+    pin: bool | None = None
+    on_refresh: str | None = None
     cache_salt: str | None = None
     metadata: dict[str, Any] | None = None
     deadline_s: float | None = None

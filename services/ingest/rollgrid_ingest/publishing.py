@@ -81,12 +81,14 @@ def jobs_of(
 ) -> Iterator[PreparedJob]:
     """The jobs of the groups at `positions`; a group of more than `max_shard` samples becomes several.
 
-    They are below `traceparent`; of a large batch only the first groups are traced.
+    They are below `traceparent`; of a large batch only the first groups are traced.  A pinned group stays
+    whole: two workers may never agree on a version.
     """
     for position in positions:
         group, group_id = submission.groups[position], group_ids[position]
         trace = traceparent if position < MAX_TRACED_GROUPS else unsampled(traceparent)
-        shards = [range(start, min(start + max_shard, group.n)) for start in range(0, group.n, max_shard)]
+        step = group.n if submission.pinned else max_shard
+        shards = [range(start, min(start + step, group.n)) for start in range(0, group.n, step)]
         for shard, indexes in enumerate(shards):
             job = SampleGroup(
                 tenant=submission.tenant,
@@ -106,6 +108,8 @@ def jobs_of(
                 messages=group.messages,
                 sampling=group.sampling,
                 weights=submission.weights,
+                on_refresh=submission.on_refresh,
+                pinned=submission.pinned,
                 cache_salt=submission.cache_salt,
                 scorers=group.scorers,
                 task=group.task,

@@ -44,6 +44,8 @@ PAUSES_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 """Between attempts at one message that this process keeps; behind the last it goes back for a while."""
 
 NAK_S = 5.0
+PACED_S = 1.0
+"""How long a submission that is ahead of its run's pace stays in the stream before it is looked at again."""
 ATTEMPTS_AT_A_BUG = 3
 SWEEP_PAGE = 64
 TRANSIENT = frozenset(
@@ -56,6 +58,10 @@ TRANSIENT = frozenset(
         ErrorCode.ENGINE_UNAVAILABLE,
     }
 )
+
+
+class Paced(Exception):
+    """The submission is further ahead of its run's training than it may be: it waits in the stream."""
 
 
 class QueueDoor:
@@ -168,6 +174,7 @@ class QueueDoor:
         request = QueuedRequest.of(
             delivery.subject, delivery.sequence, delivery.stored_ns, delivery.headers, delivery.data
         )
+        back_s = NAK_S
         try:
             for attempt, pause in enumerate(PAUSES_S):
                 try:
@@ -175,6 +182,9 @@ class QueueDoor:
                         await self._traced(request, attempt, again=delivery.delivered > 1 or attempt > 0)
                     await delivery.ack()
                     return
+                except Paced:
+                    back_s = PACED_S
+                    break  # back to the stream, so that it holds nobody else's place meanwhile
                 except Exception as error:  # noqa: BLE001 - one message must not end the door
                     metrics.QUEUED.labels("delayed").inc()
                     log.warning("queued_submission_delayed", sequence=request.sequence, why=repr(error))
@@ -182,7 +192,7 @@ class QueueDoor:
                     break
                 await self._pause(pause)
             with contextlib.suppress(BusError):
-                await delivery.nak(0.0 if self._stopping.is_set() else NAK_S)
+                await delivery.nak(0.0 if self._stopping.is_set() else back_s)
         finally:
             self._held.discard(delivery)
 
@@ -201,8 +211,12 @@ class QueueDoor:
             body, caller = request.read(self._settings.max_body_bytes)
             caller = msgspec.structs.replace(caller, traceparent=telemetry.current().traceparent)
             submission = await self._translator.rollout(body, caller)
-            await self._handler.submit(msgspec.structs.replace(submission, stored=True), at=request.at, again=again)
+            stored = msgspec.structs.replace(submission, stored=True)
+            await self._handler.submit(stored, at=request.at, again=again, patience_s=0.0)
         except RollgridError as error:
+            if error.code is ErrorCode.PACED and time.time() < request.at + max(g.deadline_s for g in stored.groups):
+                metrics.QUEUED.labels("paced").inc()
+                raise Paced from error
             if error.code in TRANSIENT:
                 raise
             await self._refuse(request, error)

@@ -99,6 +99,7 @@ class QueuedRequest(msgspec.Struct, frozen=True, kw_only=True):
             tenant=self.tenant,
             key=self.place_key if key is None else key,
             idempotent=key is not None,
+            queued=True,
             digest="" if key is None else body_digest(ROUTE, self.body),
             traceparent=self.traceparent,
             record_format=self.form.value,

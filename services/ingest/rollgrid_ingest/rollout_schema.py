@@ -30,6 +30,13 @@ class RightsRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     grant_id: str | None = None
 
 
+class PaceRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """`batch` groups are trained on with each version; sampling runs at most `max_staleness` versions ahead."""
+
+    batch: int
+    max_staleness: int
+
+
 class TaskRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """One group: exactly one of `prompt`, `messages` and `prompt_token_ids`.
 
@@ -56,7 +63,8 @@ class RolloutRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     `model` and `policy` are two names of one field.  `record_format` (msgpack or json) is how closed
     groups are stored for readers of the stream; `idempotency_key` is the header of that name for
-    clients that cannot send one.  `user` is accepted and ignored.
+    clients that cannot send one.  `pin`: one version makes each group; `on_refresh` (wait, abort or keep)
+    is what happens to samples in flight when new weights come.  `user` is accepted and ignored.
     """
 
     run: str
@@ -70,6 +78,9 @@ class RolloutRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     deadline_s: float | None = None
     priority: str | None = None
     weights: WeightsRequest | None = None
+    pin: bool | None = None
+    on_refresh: str | None = None
+    pace: PaceRequest | None = None
     rights: RightsRequest | None = None
     engagement_id: str | None = None
     cache_salt: str | None = None

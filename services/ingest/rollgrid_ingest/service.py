@@ -21,12 +21,14 @@ from rollgrid_runtime.webhooks import AllowList
 from .admission import Gate, JobsShare
 from .app import create_app
 from .auth import Keys, tenant_served
+from .availability import Availability
 from .catalog import Catalog
 from .checkpoints import Checkpoints
 from .door import Parts
 from .fleet import Fleet
 from .handler import Handler
 from .ledger_client import LedgerClient
+from .pacing import Pacing
 from .posted_rewards import PostReader
 from .queue_door import QueueDoor
 from .replies import Replies
@@ -57,6 +59,7 @@ class IngestService:
         self._probed_at = float("-inf")
         self._probe_problems: dict[str, str] = {}
         self._door: QueueDoor | None = None
+        self._pacing: Pacing | None = None
         self.parts: Parts | None = None
 
     async def start(self) -> None:
@@ -72,7 +75,17 @@ class IngestService:
         catalog = Catalog(bus, blobs, threads, settings.cache_dir)
         self._stack.push_async_callback(catalog.close)
         ledger = LedgerClient(bus)
-        handler = Handler(bus, ledger, settings, JobsShare(bus, share), publish_timeout_s=settings.publish_timeout_s)
+        fleet, checkpoints = Fleet(bus), Checkpoints(bus, blobs, max_bytes=settings.max_upload_bytes)
+        self._pacing = Pacing(bus, ledger, catalog)
+        handler = Handler(
+            bus,
+            ledger,
+            settings,
+            JobsShare(bus, share),
+            Availability(catalog, checkpoints, fleet),
+            self._pacing,
+            publish_timeout_s=settings.publish_timeout_s,
+        )
         self._stack.push_async_callback(handler.close)
         results = Results(bus, blobs, ledger, handler)
         posts = PostReader(bus, blobs, results.stopping)
@@ -87,8 +100,8 @@ class IngestService:
             replies=Replies(bus, ledger, results, poll_s=settings.reply_poll_s, grace_s=settings.reply_grace_s),
             results=results,
             ledger=ledger,
-            fleet=Fleet(bus),
-            checkpoints=Checkpoints(bus, blobs, max_bytes=settings.max_upload_bytes),
+            fleet=fleet,
+            checkpoints=checkpoints,
             readers=Gate("max_readers", settings.max_readers, share),
             rewards=Rewards(bus, ledger, results, posts, settings),
             posts=posts,
@@ -121,6 +134,8 @@ class IngestService:
         parts = self._wired()
         parts.draining = True
         parts.results.stopping.set()
+        if self._pacing is not None:
+            self._pacing.stopping.set()
         if self._door is not None:
             await self._door.stop()
         if parts.waiting:

@@ -9,7 +9,15 @@ import msgspec
 from rollgrid_contracts import ids
 from rollgrid_contracts.arrays import TokenIds
 from rollgrid_contracts.checkpoints import PolicyState
-from rollgrid_contracts.jobs import ParsingSpec, Priority, Reply, Rights, SamplingParams, WeightConstraint
+from rollgrid_contracts.jobs import (
+    OnRefresh,
+    ParsingSpec,
+    Priority,
+    Reply,
+    Rights,
+    SamplingParams,
+    WeightConstraint,
+)
 from rollgrid_contracts.scoring import ScorerSpec
 
 _batch_id = lru_cache(maxsize=1024)(ids.batch_id)
@@ -32,9 +40,17 @@ class GroupSpec(msgspec.Struct, frozen=True, kw_only=True):
     parsing: ParsingSpec | None = None
 
 
+class Pace(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a run may sample ahead of its training: `batch` groups are trained on with each version."""
+
+    batch: int
+    max_staleness: int
+
+
 class Submission(msgspec.Struct, frozen=True, kw_only=True):
     """`key` names the request and so its ids; `idempotent` when it is the client's own idempotency key.
-    `digest` is that of the request's body; `stored` when RG_SUBMIT holds it until its jobs are stored."""
+    `digest` is that of the request's body; `stored` when RG_SUBMIT holds it until its jobs are stored.
+    `weights_field` is where the request names the versions it wants."""
 
     tenant: str
     run: str
@@ -46,6 +62,10 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
     idempotent: bool = False
     priority: Priority = Priority.NORMAL
     weights: WeightConstraint = WeightConstraint()
+    weights_field: str = "weights"
+    pinned: bool = False
+    on_refresh: OnRefresh | None = None
+    pace: Pace | None = None
     rights: Rights
     engagement_id: str | None = None
     cache_salt: str | None = None
@@ -80,12 +100,21 @@ class Accepted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Caller(msgspec.Struct, frozen=True, kw_only=True):
-    """What a door takes from the request beside its body; `record_format` where the body names none."""
+    """What a door takes from the request beside its body; `record_format` where the body names none.
+
+    `queued`: RG_SUBMIT holds it, and its key says where.
+    """
 
     tenant: str
     run: str = ""
     key: str = ""
     idempotent: bool = False
+    queued: bool = False
     digest: str = ""
     traceparent: str | None = None
     record_format: str = "msgpack"
+
+    @property
+    def named(self) -> bool:
+        """Whether the same request, sent again, names the same batch."""
+        return self.idempotent or self.queued

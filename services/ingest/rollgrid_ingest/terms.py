@@ -5,14 +5,12 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Any
 
-from rollgrid_contracts.checkpoints import PolicyState
-from rollgrid_contracts.failures import ErrorCode
-from rollgrid_contracts.jobs import Purpose, Rights, VersionRule, WeightConstraint
-from rollgrid_runtime.errors import RollgridError
+from rollgrid_contracts.jobs import OnRefresh, Purpose, Rights, VersionRule, WeightConstraint
 
 from .openai_schema import WeightsRequest
-from .rollout_schema import RightsRequest
+from .rollout_schema import PaceRequest, RightsRequest
 from .settings import Limits
+from .submission import Caller, Pace
 from .wire import check_payload, invalid, over_limit
 
 MAX_TEXT_CHARS = 255
@@ -25,25 +23,37 @@ class RecordFormat(StrEnum):
     JSON = "json"
 
 
-def weight_constraint(
-    request: WeightsRequest | None, pinned: WeightConstraint | None, policy: PolicyState
-) -> WeightConstraint:
-    """Raises version_unavailable at once for what can never be met."""
+def weight_constraint(request: WeightsRequest | None, pinned: WeightConstraint | None) -> WeightConstraint:
+    """What the request asks for; whether it can be met is `availability`'s to say."""
     asked = _asked(request)
     if asked is not None and pinned is not None and asked != pinned:
         raise invalid("weights and the version in the model name differ", "weights")
     found = pinned or asked or WeightConstraint()
     if found.value < 0 or found.value >= 2**31:
         raise over_limit("weights", found.value, "0<=weights<2**31")
-    if found.rule in (VersionRule.EXACT, VersionRule.MIN) and found.value > policy.newest:
-        raise RollgridError(
-            ErrorCode.VERSION_UNAVAILABLE,
-            f"weights: {policy.policy} has no version {found.value}, the newest published is {policy.newest}",
-            field="weights" if pinned is None else "model",
-            limit=f"newest={policy.newest}",
-            retryable=False,
-        )
     return found
+
+
+def weights_field(pinned: WeightConstraint | None) -> str:
+    """The field that names the versions a request wants."""
+    return "weights" if pinned is None else "model"
+
+
+def on_refresh(text: str | None) -> OnRefresh | None:
+    return None if text is None else OnRefresh(member(OnRefresh, text, "on_refresh", None))
+
+
+def pace_of(request: PaceRequest | None, caller: Caller) -> Pace | None:
+    """A retry must not count twice, so a paced submission has a name: its key, or its place in the queue."""
+    if request is None:
+        return None
+    if not caller.named:
+        raise invalid("a paced submission needs an Idempotency-Key: a retry would count twice", "Idempotency-Key")
+    if not 1 <= request.batch < 2**31:
+        raise over_limit("pace.batch", request.batch, "1<=batch<2**31")
+    if not 0 <= request.max_staleness < 2**20:
+        raise over_limit("pace.max_staleness", request.max_staleness, "0<=max_staleness<2**20")
+    return Pace(batch=request.batch, max_staleness=request.max_staleness)
 
 
 def _asked(request: WeightsRequest | None) -> WeightConstraint | None:

@@ -19,9 +19,12 @@ from .terms import (
     RecordFormat,
     bounded_text,
     member,
+    on_refresh,
+    pace_of,
     payload,
     rights_of,
     weight_constraint,
+    weights_field,
 )
 from .tools import AUTO, ToolPlan, parsing_spec
 from .translate_openai import MAX_CACHE_SALT_CHARS, OpenAITranslator, check_context, group_seed
@@ -53,7 +56,11 @@ class Translator(OpenAITranslator):
             key=caller.key,
             idempotent=caller.idempotent,
             priority=member(Priority, request.priority, "priority", Priority.NORMAL),
-            weights=weight_constraint(request.weights, pinned, policy),
+            weights=weight_constraint(request.weights, pinned),
+            weights_field=weights_field(pinned),
+            pinned=bool(request.pin),
+            on_refresh=on_refresh(request.on_refresh),
+            pace=pace_of(request.pace, caller),
             rights=rights_of(request.rights, caller.tenant),
             engagement_id=bounded_text(request.engagement_id, "engagement_id", MAX_TEXT_CHARS),
             cache_salt=bounded_text(request.cache_salt, "cache_salt", MAX_CACHE_SALT_CHARS),

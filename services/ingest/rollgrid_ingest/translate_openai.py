@@ -29,7 +29,7 @@ from .sampling import Overrides, SamplingFields, checked, with_seed
 from .scorers import Scorers
 from .settings import Limits
 from .submission import Caller, GroupSpec, Submission
-from .terms import bounded_text, payload, rights_of, weight_constraint
+from .terms import bounded_text, on_refresh, payload, rights_of, weight_constraint, weights_field
 from .tools import parsing_spec, plan_tools
 from .wire import at_most, invalid, over_limit, unsupported
 
@@ -43,6 +43,8 @@ class Interactive(Protocol):
     model: str | None
     cache_salt: str | None
     weights: WeightsRequest | None
+    pin: bool | None
+    on_refresh: str | None
     metadata: dict[str, Any] | None
     deadline_s: float | None
 
@@ -181,7 +183,10 @@ class OpenAITranslator:
             key=caller.key,
             idempotent=caller.idempotent,
             priority=Priority.INTERACTIVE,
-            weights=weight_constraint(request.weights, pinned, policy),
+            weights=weight_constraint(request.weights, pinned),
+            weights_field=weights_field(pinned),
+            pinned=bool(request.pin),
+            on_refresh=on_refresh(request.on_refresh),
             rights=rights_of(None, caller.tenant),
             cache_salt=bounded_text(request.cache_salt, "cache_salt", MAX_CACHE_SALT_CHARS),
             reply=reply,

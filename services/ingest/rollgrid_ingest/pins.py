@@ -1,0 +1,45 @@
+"""Versions that accepted jobs need: held against garbage collection until their batch is over.
+
+Written before the jobs, so there is no moment at which a job waits for a version that nobody keeps.
+checkpoint-sync drops a pin once its batch has closed, or its time has passed.
+"""
+
+from __future__ import annotations
+
+from rollgrid_contracts.checkpoints import Pin, pin_key
+from rollgrid_contracts.jobs import VersionRule
+from rollgrid_contracts.topology import PINS
+from rollgrid_runtime.bus import Bus
+from rollgrid_runtime.errors import BusError
+from rollgrid_runtime.kv import Table
+from rollgrid_runtime.logging import get_logger
+
+from .submission import Submission
+
+log = get_logger(__name__)
+MARGIN_S = 120.0
+"""Behind the last deadline: the ledger may close a while after it."""
+
+
+class Pins:
+    def __init__(self, bus: Bus) -> None:
+        self._table: Table[Pin] = Table(bus, PINS, Pin)
+
+    async def hold(self, submission: Submission, batch_id: str, deadline: float) -> None:
+        """One write for a batch that asks for an exact version, none for others.  Raises BusError."""
+        if submission.weights.rule is VersionRule.EXACT:
+            pin = Pin(until=deadline + MARGIN_S, batch_id=batch_id, tenant=submission.tenant)
+            await self._table.put(_key(submission, batch_id), pin)
+
+    async def drop(self, submission: Submission, batch_id: str) -> None:
+        """The batch was given up; without this the pin ends by itself."""
+        if submission.weights.rule is VersionRule.EXACT:
+            try:
+                await self._table.delete(_key(submission, batch_id))
+            except BusError as error:
+                log.info("pin_not_dropped", batch=batch_id, error=error.message)
+
+
+def _key(submission: Submission, batch_id: str) -> str:
+    policy = submission.policy
+    return pin_key(policy.tenant, policy.policy, submission.weights.value, batch_id)
