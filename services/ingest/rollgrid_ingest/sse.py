@@ -91,6 +91,8 @@ class StreamAnswer:
             try:
                 await until_disconnect(self._request, self._serve(collected, accepted, sender))
             except ClientGone:
+                if call.ended:  # the server tells a disconnect as soon as the last byte is out
+                    return
                 await self._give_up(accepted, "the client disconnected")
                 if not sender.started:
                     gone = "the client disconnected"

@@ -147,6 +147,17 @@ def test_a_record_that_differs_is_never_hidden(ingest: Door) -> None:
     assert not ended(reader)
 
 
+def test_a_stream_that_ended_well_cancels_nothing(ingest: Door) -> None:
+    async def script(worker: Worker, reader: Reader) -> None:
+        await worker.finish(IDS)
+
+    before = ingest.cancelled()
+    for _ in range(5):
+        assert ended(play(ingest, script))
+    play(ingest, script)  # whatever the others had still to say lies before this one's job
+    assert ingest.cancelled() == before
+
+
 def test_silence_is_filled_and_a_later_failure_is_an_event(ingest: Door) -> None:
     async def script(worker: Worker, reader: Reader) -> None:
         await reader.saw(": keep-alive")
