@@ -8,17 +8,17 @@ from rollgrid_contracts.jobs import VersionRule, WeightConstraint
 from rollgrid_runtime.errors import RollgridError
 
 from .catalog import Catalog
-from .checkpoints import Checkpoints
 from .fleet import Fleet
 from .submission import Submission
+from .versions import Versions
 
 SPARE_ADAPTERS = 2
 """Beside the versions a policy's staleness allows: the one that comes, and one still in use by what runs."""
 
 
 class Availability:
-    def __init__(self, catalog: Catalog, checkpoints: Checkpoints, fleet: Fleet) -> None:
-        self._catalog, self._checkpoints, self._fleet = catalog, checkpoints, fleet
+    def __init__(self, catalog: Catalog, versions: Versions, fleet: Fleet) -> None:
+        self._catalog, self._versions, self._fleet = catalog, versions, fleet
 
     async def check(self, submission: Submission) -> None:
         """Raises version_unavailable (not retryable), version_gone, limit_exceeded; BusError, StorageError."""
@@ -52,7 +52,7 @@ class Availability:
     async def _check_published(self, policy: PolicyState, version: int, field: str) -> None:
         """A version that was never adopted is waited for while it is being verified."""
         try:
-            found = await self._checkpoints.status(policy, version)
+            found = await self._versions.status(policy, version)
         except RollgridError as error:
             if error.code not in (ErrorCode.NOT_FOUND, ErrorCode.INVALID_REQUEST):
                 raise

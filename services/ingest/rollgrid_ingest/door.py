@@ -20,7 +20,7 @@ from starlette.responses import Response
 from .admission import Gate
 from .auth import Keys, Principal, Scope
 from .catalog import Catalog
-from .checkpoints import Checkpoints
+from .commits import Commits
 from .fleet import Fleet
 from .handler import Handler
 from .idempotency import body_digest, checked_key
@@ -32,6 +32,8 @@ from .rewards import Rewards
 from .settings import IngestSettings
 from .submission import Accepted, Caller, Submission
 from .translate import Translator
+from .uploads import Uploads
+from .versions import Versions
 
 T = TypeVar("T")
 
@@ -50,7 +52,9 @@ class Parts:
     results: Results
     ledger: LedgerClient
     fleet: Fleet
-    checkpoints: Checkpoints
+    uploads: Uploads
+    commits: Commits
+    versions: Versions
     readers: Gate
     rewards: Rewards
     posts: PostReader

@@ -62,6 +62,9 @@ class Fleet:
             tokenizer_digest=state.tokenizer_digest,
             revision=entry.revision,
             workers=workers,
+            rollout=state.rollout,
+            newest_at=state.newest_at,
+            refresh_due=state.refresh_due,
         )
 
     async def queues(self) -> dict[str, QueueAnswer]:

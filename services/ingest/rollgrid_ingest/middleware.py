@@ -26,7 +26,7 @@ from .settings import IngestSettings
 log = get_logger(__name__)
 
 PUBLIC = frozenset({"/livez", "/readyz", "/health", "/healthz", "/openapi.json", "/docs"})
-_UPLOAD = re.compile(r"/v1/policies/[^/]+/versions/[^/]+/files/[^/]+")
+_UPLOAD = re.compile(r"/v1/policies/[^/]+/uploads/[^/]+/files/[^/]+")
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _PROCESS, _COUNT = secrets.token_hex(6), itertools.count(1)
 DRAIN_FACTOR = 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-from rollgrid_contracts.failures import ErrorInfo
+from rollgrid_contracts.checkpoints import Rollout
 from rollgrid_contracts.fleet import WorkerState
 from rollgrid_contracts.trajectories import GroupClosed
 
@@ -169,7 +169,10 @@ class CancelAnswer(msgspec.Struct, kw_only=True):
 
 
 class PolicyAnswer(msgspec.Struct, kw_only=True):
-    """`desired` should run, `newest` is the last published, `workers` say what they run."""
+    """`desired` should run, `newest` is the last published, `workers` say what they run.
+
+    `rollout` while a version is on its way; `newest_at` and `refresh_due` are UNIX seconds, 0 = unknown, none promised.
+    """
 
     policy: str
     tenant: str
@@ -187,62 +190,14 @@ class PolicyAnswer(msgspec.Struct, kw_only=True):
     tokenizer_digest: str
     revision: int
     workers: list[WorkerState]
+    rollout: Rollout | None = None
+    newest_at: float = 0.0
+    refresh_due: float = 0.0
 
 
 class PolicyList(msgspec.Struct, kw_only=True):
     object: str
     data: list[PolicyAnswer]
-
-
-class FileAnswer(msgspec.Struct, kw_only=True):
-    """An uploaded file, not yet part of any version."""
-
-    name: str
-    size: int
-    sha256: str
-
-
-class CommitFile(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    name: str
-    sha256: str
-    size: int | None = None
-
-
-class CommitTensor(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    name: str
-    dtype: str
-    shape: list[int]
-    sha256: str
-
-
-class CommitRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """`files` names what belongs to the version; without it, everything uploaded does."""
-
-    files: list[CommitFile] | None = None
-    kind: str = "full"
-    base_version: int | None = None
-    step: int | None = None
-    dtype: str | None = None
-    tensors: list[CommitTensor] | None = None
-
-
-class CommitAnswer(msgspec.Struct, kw_only=True):
-    policy: str
-    version: int
-    manifest_key: str
-    created: bool
-
-
-class VersionAnswer(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """`status`: verifying (published, not yet decided), desired, superseded (was desired once) or refused.
-
-    `error` says why it was refused.
-    """
-
-    policy: str
-    version: int
-    status: str
-    error: ErrorInfo | None = None
 
 
 class QueueAnswer(msgspec.Struct, kw_only=True):

@@ -1,4 +1,4 @@
-"""Policies, publication of their versions, and the fleet."""
+"""Policies, the publication of their versions, and the fleet."""
 
 from __future__ import annotations
 
@@ -13,19 +13,26 @@ from .auth import Principal, Scope
 from .catalog import SHARED
 from .door import Parts, json_response, parts, principal
 from .openapi import described
-from .rollout_schema import (
+from .rollout_schema import FleetAnswer, PolicyAnswer, PolicyList
+from .version_schema import (
+    BeginRequest,
     CommitAnswer,
     CommitRequest,
     FileAnswer,
-    FleetAnswer,
-    PolicyAnswer,
-    PolicyList,
+    RollbackRequest,
+    ShardAnswer,
+    ShardRequest,
+    UploadAnswer,
     VersionAnswer,
+    VersionList,
 )
 from .wire import decode_json
 
 router = APIRouter()
+_BEGIN = msgspec.json.Decoder(BeginRequest)
+_SHARD = msgspec.json.Decoder(ShardRequest)
 _COMMIT = msgspec.json.Decoder(CommitRequest)
+_ROLLBACK = msgspec.json.Decoder(RollbackRequest)
 
 
 @router.get("/v1/policies", **described("List policies", answer=PolicyList))
@@ -41,36 +48,81 @@ async def get_policy(request: Request, policy: str) -> Response:
     return json_response(await door.fleet.policy_answer(_policy(door, who, policy), who.tenant))
 
 
+@router.get("/v1/policies/{policy}/versions", **described("The versions that are kept", answer=VersionList))
+async def list_versions(request: Request, policy: str) -> Response:
+    door, who = parts(request), principal(request, Scope.READ)
+    return json_response(door.versions.listed(_policy(door, who, policy).value))
+
+
 @router.get(
     "/v1/policies/{policy}/versions/{version}",
     **described("Where a published version stands, and why it was refused", answer=VersionAnswer),
 )
 async def get_version(request: Request, policy: str, version: int) -> Response:
     door, who = parts(request), principal(request, Scope.READ)
-    return json_response(await door.checkpoints.status(_policy(door, who, policy).value, version))
+    return json_response(await door.versions.status(_policy(door, who, policy).value, version))
 
 
-@router.put("/v1/policies/{policy}/versions/{version}/files/{name}", **described("Upload one file", answer=FileAnswer))
-async def put_file(request: Request, policy: str, version: int, name: str) -> Response:
+@router.post(
+    "/v1/policies/{policy}/rollback",
+    **described("Go back to a version that was adopted before", body=RollbackRequest, answer=PolicyAnswer),
+)
+async def roll_back(request: Request, policy: str) -> Response:
+    door, who = parts(request), principal(request, Scope.SUBMIT)
+    door.refuse_while_draining()
+    state = _publishable(door, who, policy)
+    asked = decode_json(await request.body(), _ROLLBACK)
+    entry = await door.versions.roll_back(state, asked.version)
+    return json_response(await door.fleet.policy_answer(entry, who.tenant))
+
+
+@router.post(
+    "/v1/policies/{policy}/uploads",
+    **described("Begin a publication", body=BeginRequest, answer=UploadAnswer, optional_body=True),
+)
+async def begin(request: Request, policy: str) -> Response:
+    door, who = parts(request), principal(request, Scope.SUBMIT)
+    door.refuse_while_draining()
+    state = _publishable(door, who, policy)
+    body = await request.body()
+    asked = decode_json(body, _BEGIN) if body.strip() else BeginRequest()
+    return json_response(await door.uploads.begin(await door.versions.current(state), asked))
+
+
+@router.put("/v1/policies/{policy}/uploads/{upload}/files/{name}", **described("Upload one file", answer=FileAnswer))
+async def put_file(request: Request, policy: str, upload: str, name: str) -> Response:
     door, who = parts(request), principal(request, Scope.SUBMIT)
     door.refuse_while_draining()
     state = _publishable(door, who, policy)
     declared = request.headers.get("content-length", "")
     size = int(declared) if declared.isdigit() and len(declared) < 20 else None
-    return json_response(await door.checkpoints.upload(state, version, name, request.stream(), size))
+    found = await door.uploads.find(state, upload)
+    return json_response(await door.uploads.put(found, name, request.stream(), size))
 
 
 @router.post(
-    "/v1/policies/{policy}/versions/{version}/commit",
-    **described("Publish a version", body=CommitRequest, answer=CommitAnswer, optional_body=True),
+    "/v1/policies/{policy}/uploads/{upload}/shards",
+    **described("One rank has uploaded its files", body=ShardRequest, answer=ShardAnswer),
 )
-async def commit(request: Request, policy: str, version: int) -> Response:
+async def finish_shard(request: Request, policy: str, upload: str) -> Response:
+    door, who = parts(request), principal(request, Scope.SUBMIT)
+    door.refuse_while_draining()
+    state = _publishable(door, who, policy)
+    asked = decode_json(await request.body(), _SHARD)
+    return json_response(await door.uploads.finish(await door.uploads.find(state, upload), asked))
+
+
+@router.post(
+    "/v1/policies/{policy}/uploads/{upload}/commit",
+    **described("Publish what all ranks have uploaded", body=CommitRequest, answer=CommitAnswer, optional_body=True),
+)
+async def commit(request: Request, policy: str, upload: str) -> Response:
     door, who = parts(request), principal(request, Scope.SUBMIT)
     door.refuse_while_draining()
     state = _publishable(door, who, policy)
     body = await request.body()
     asked = decode_json(body, _COMMIT) if body.strip() else CommitRequest()
-    return json_response(await door.checkpoints.commit(state, version, asked))
+    return json_response(await door.commits.commit(await door.versions.current(state), upload, asked))
 
 
 @router.get("/v1/fleet", **described("Workers, policies, queues (admin)", answer=FleetAnswer))

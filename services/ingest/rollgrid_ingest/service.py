@@ -23,7 +23,7 @@ from .app import create_app
 from .auth import Keys, tenant_served
 from .availability import Availability
 from .catalog import Catalog
-from .checkpoints import Checkpoints
+from .commits import Commits
 from .door import Parts
 from .fleet import Fleet
 from .handler import Handler
@@ -37,6 +37,8 @@ from .rewards import Rewards
 from .scorers import Scorers
 from .settings import IngestSettings
 from .translate import Translator
+from .uploads import Uploads
+from .versions import Versions
 
 log = get_logger(__name__)
 KEYS_RELOAD_S = 5.0
@@ -75,20 +77,21 @@ class IngestService:
         catalog = Catalog(bus, blobs, threads, settings.cache_dir)
         self._stack.push_async_callback(catalog.close)
         ledger = LedgerClient(bus)
-        fleet, checkpoints = Fleet(bus), Checkpoints(bus, blobs, max_bytes=settings.max_upload_bytes)
+        fleet, versions = Fleet(bus), Versions(bus, blobs)
         self._pacing = Pacing(bus, ledger, catalog)
         handler = Handler(
             bus,
             ledger,
             settings,
             JobsShare(bus, share),
-            Availability(catalog, checkpoints, fleet),
+            Availability(catalog, versions, fleet),
             self._pacing,
             publish_timeout_s=settings.publish_timeout_s,
         )
         self._stack.push_async_callback(handler.close)
         results = Results(bus, blobs, ledger, handler)
         posts = PostReader(bus, blobs, results.stopping)
+        uploads = Uploads(blobs, max_bytes=settings.max_upload_bytes, ttl_s=settings.upload_ttl_s)
         self._bus = bus
         self.parts = Parts(
             settings=settings,
@@ -101,7 +104,9 @@ class IngestService:
             results=results,
             ledger=ledger,
             fleet=fleet,
-            checkpoints=checkpoints,
+            uploads=uploads,
+            commits=Commits(bus, blobs, uploads),
+            versions=versions,
             readers=Gate("max_readers", settings.max_readers, share),
             rewards=Rewards(bus, ledger, results, posts, settings),
             posts=posts,

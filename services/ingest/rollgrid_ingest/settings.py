@@ -85,6 +85,7 @@ class IngestSettings(Limits):
     reply_poll_s: float = Field(default=2.0, gt=0, description="how often the ledger is asked for a missing reply")
     reply_grace_s: float = Field(default=10.0, ge=0, description="wait for the ledger's verdict after a deadline")
     max_upload_bytes: int = Field(default=64 * 1024 * MIB, ge=1, description="one file of a checkpoint version")
+    upload_ttl_s: float = Field(default=6 * 3600.0, gt=0, description="an upload that is not committed by then is gone")
     header_run: str = Field(default="interactive", description="run of OpenAI calls without an X-Rollgrid-Run header")
 
     @property

@@ -235,7 +235,9 @@ def test_scopes(keyed: Door) -> None:
         assert http.post("/v1/rollouts", json=rollout()).status_code == 403
     with as_(keyed, "alice") as http:
         assert http.get("/v1/fleet").status_code == 403
-        assert http.put("/v1/policies/tiny/versions/1/files/config.json", content=b"{}").status_code == 403
+        for path in ("uploads", "uploads/u/shards", "uploads/u/commit", "rollback"):
+            assert http.post(f"/v1/policies/tiny/{path}", json={}).status_code == 403, path
+        assert http.put("/v1/policies/tiny/uploads/u/files/config.json", content=b"{}").status_code == 403
     with as_(keyed, "root") as http:
         assert http.get("/v1/fleet").status_code == 200
 
@@ -249,7 +251,8 @@ def test_the_tenant_is_that_of_the_key_and_others_do_not_exist(keyed: Door) -> N
         assert [model["id"] for model in bob.get("/v1/models").json()["data"]] == ["tiny", "alias-of-tiny"]
         assert bob.post("/v1/rollouts", json=rollout(model="secret")).status_code == 404
         assert bob.get("/v1/policies/secret").status_code == 404
-        assert bob.put("/v1/policies/secret/versions/1/files/config.json", content=b"{}").status_code == 404
+        assert bob.post("/v1/policies/secret/uploads", json={"upload": "mine"}).status_code == 404
+        assert bob.put("/v1/policies/secret/uploads/mine/files/config.json", content=b"{}").status_code == 404
         # alice's batch is known to this process, and still not to bob
         assert alice.get(f"/v1/rollouts/{accepted['batch_id']}/results?run=doors").status_code == 200
         assert bob.get(f"/v1/rollouts/{accepted['batch_id']}").status_code in (404, 503)

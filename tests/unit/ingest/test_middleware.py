@@ -159,7 +159,7 @@ class Stalled(Exchange):
         return {"type": "http.request", "body": body, "more_body": bool(self._chunks) or not self._whole}
 
 
-@pytest.mark.parametrize("path", ["/v1/x", "/v1/policies/p/versions/1/files/a.safetensors"])
+@pytest.mark.parametrize("path", ["/v1/x", "/v1/policies/p/uploads/u/files/a.safetensors"])
 async def test_a_body_that_stops_coming_gives_its_place_back(path: str) -> None:
     app = door(echo, max_inflight_requests=1, body_timeout_s=0.1)
     stalled = Stalled(app, [b"x"])
@@ -177,7 +177,7 @@ async def test_a_trickled_body_has_one_deadline_and_an_upload_one_for_each_piece
         return await sender.run()
 
     assert (await trickled("/v1/x", whole=False)).status == 504
-    assert (await trickled("/v1/policies/p/versions/1/files/a.safetensors", whole=True)).sent[1]["body"] == b"4"
+    assert (await trickled("/v1/policies/p/uploads/u/files/a.safetensors", whole=True)).sent[1]["body"] == b"4"
 
 
 async def test_behind_its_body_a_call_may_wait_for_longer() -> None:
