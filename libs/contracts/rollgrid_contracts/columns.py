@@ -55,6 +55,7 @@ class Kind(StrEnum):
     TEXT = "text"
     CATEGORY = "category"
     INT = "int64"
+    FLAG = "bool"
     SEQUENCE = "uint64"
     FLOAT = "float64"
     TOKENS = "list<uint32>"
@@ -101,6 +102,8 @@ GROUP_COLUMNS = (
     Column("purposes", Kind.TEXTS, False, "what the grant allows"),
     Column("grant_id", Kind.CATEGORY, True, "rights under which the record exists"),
     Column("engagement_id", Kind.CATEGORY, True, "engagement the record belongs to"),
+    Column("weights_rule", Kind.CATEGORY, False, "which versions could serve: latest, exact_version, min_version, …"),
+    Column("weights_value", Kind.INT, True, "that version, or positions of staleness"),
     Column("traceparent", Kind.TEXT, True, "trace of the request"),
 )
 
@@ -115,7 +118,11 @@ SAMPLE_COLUMNS = (
     Column("text", Kind.TEXT, True, "the ids as text"),
     Column("span_versions", Kind.INTS, False, "checkpoint version of each span of tokens"),
     Column("span_ends", Kind.INTS, False, "end (exclusive) of each span; spans are adjacent from 0"),
+    Column("oldest_version", Kind.INT, True, "oldest version that made any token, of any turn; null = no token"),
+    Column("newest_version", Kind.INT, True, "newest version that made any token"),
+    Column("staleness", Kind.INT, True, "desired versions by which the oldest was behind at the close; null = unknown"),
     Column("weight_fingerprint", Kind.CATEGORY, True, "digest of what the loaded weights really compute"),
+    Column("fingerprint_confirmed", Kind.FLAG, False, "whether a cold load gave that fingerprint, too"),
     Column("seed", Kind.INT, True, "the sample's own seed"),
     Column("reward", Kind.FLOAT, True, "null unless every scorer asked for gave a number"),
     Column("score_status", Kind.CATEGORY, True, "why there is a reward or none; null = no scorer asked for"),

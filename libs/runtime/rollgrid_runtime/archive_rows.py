@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 from rollgrid_contracts import codec
 from rollgrid_contracts.arrays import Floats, PackedArray, TokenIds
 from rollgrid_contracts.columns import COLUMNS, GROUP_COLUMNS, SAMPLE_COLUMNS, Column, Kind
+from rollgrid_contracts.jobs import VersionRule
 from rollgrid_contracts.trajectories import Entry, GroupClosed
 
 Numbered = tuple[int, GroupClosed]
@@ -27,6 +28,7 @@ TYPES: dict[Kind, Any] = {
     Kind.TEXT: pa.string(),
     Kind.CATEGORY: pa.string(),
     Kind.INT: pa.int64(),
+    Kind.FLAG: pa.bool_(),
     Kind.SEQUENCE: pa.uint64(),
     Kind.FLOAT: pa.float64(),
     Kind.TOKENS: pa.list_(pa.field("element", pa.uint32(), nullable=False)),
@@ -66,6 +68,8 @@ _OF_GROUP: dict[str, Callable[[GroupClosed], Any]] = {
     "purposes": lambda g: [purpose.value for purpose in g.rights.purposes],
     "grant_id": lambda g: g.rights.grant_id,
     "engagement_id": lambda g: g.engagement_id,
+    "weights_rule": lambda g: g.weights.rule.value,
+    "weights_value": lambda g: None if g.weights.rule is VersionRule.LATEST else g.weights.value,
     "traceparent": lambda g: g.traceparent,
 }
 _OF_ENTRY: dict[str, Callable[[Entry], Any]] = {
@@ -79,7 +83,11 @@ _OF_ENTRY: dict[str, Callable[[Entry], Any]] = {
     "text": lambda e: e.sample.text,
     "span_versions": lambda e: [span.version for span in e.sample.version_spans],
     "span_ends": lambda e: [span.end for span in e.sample.version_spans],
+    "oldest_version": lambda e: min(e.versions, default=None),
+    "newest_version": lambda e: max(e.versions, default=None),
+    "staleness": lambda e: e.staleness,
     "weight_fingerprint": lambda e: e.sample.weight_fingerprint,
+    "fingerprint_confirmed": lambda e: e.sample.fingerprint_confirmed,
     "seed": lambda e: e.sample.seed,
     "reward": lambda e: e.reward,
     "score_status": lambda e: None if e.score_status is None else e.score_status.value,

@@ -36,10 +36,13 @@ REREAD_PAGE = 256
 REREAD_PAUSE_S = 0.02
 UPLOADS_AT_ONCE = 8
 
+Stamp = Callable[[GroupClosed], GroupClosed]
+"""Adds what the fold cannot know."""
 
-def encoded(item: Pending) -> tuple[bytes, dict[str, str]]:
+
+def encoded(item: Pending, stamped: Stamp) -> tuple[bytes, dict[str, str]]:
     """The record in the form its submission asked for, and its headers."""
-    close, closed = item.close, item.close.closed
+    close, closed = item.close, stamped(item.close.closed)
     item.tally = metrics.tally_of(closed)
     if item.span is OFF:
         item.span = _span(close, closed)
@@ -142,9 +145,10 @@ class Closer:
         settings: TrajectoryLoggerSettings,
         tails: dict[str, int],
         on_closed: Callable[[ClosedRead], None],
+        stamped: Stamp,
     ) -> None:
         self._bus, self._blobs, self._authority, self._settings = bus, blobs, authority, settings
-        self._on_closed = on_closed
+        self._on_closed, self._stamped = on_closed, stamped
         self._runs = {subject: RunQueue(tail, settings.close_batch) for subject, tail in tails.items()}
         self._ready: set[str] = set()
         self._large: list[Pending] = []
@@ -200,7 +204,7 @@ class Closer:
         """A large close goes to S3 first, beside the small ones: a stalled S3 holds back no others."""
         ref: BlobRef | None = None
         async with self._uploads:
-            body, headers = encoded(item)
+            body, headers = encoded(item, self._stamped)
             while ref is None:
                 try:
                     ref = await self._blobs.put_payload(body)
@@ -255,7 +259,7 @@ class Closer:
         batch: list[Pending] = []
         for group_id, item in list(itertools.islice(run.waiting.items(), run.most)):
             if item.payload is None:
-                item.payload, item.headers = encoded(item)
+                item.payload, item.headers = encoded(item, self._stamped)
                 if len(item.payload) > INLINE_LIMIT:
                     item.payload = None
                     del run.waiting[group_id]

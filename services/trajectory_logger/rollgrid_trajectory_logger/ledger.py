@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 from rollgrid_contracts.episodes import SessionEnded, SessionForked
-from rollgrid_contracts.jobs import Job
+from rollgrid_contracts.jobs import Job, SampleGroup
 from rollgrid_contracts.samples import GroupsCancelled, SamplesFinished, SampleStatus
 from rollgrid_contracts.scoring import SamplesScored
 from rollgrid_contracts.trajectories import CloseReason, GroupClosed, Superseded
@@ -24,6 +25,15 @@ from .closed_index import ClosedIndex, ClosedRead, has_missing
 from .open_group import Ending, OpenGroup
 
 Event = SamplesFinished | SamplesScored | GroupsCancelled | SessionForked | SessionEnded
+
+Unmet = Callable[[SampleGroup], str | None]
+"""Why no worker may serve a job, None where one may or nobody can tell."""
+
+
+def unknown(job: SampleGroup) -> str | None:
+    """The answer of who cannot tell."""
+    return None
+
 
 SUPERSEDED_KEPT = 10_000
 """Superseded finishes remembered until somebody takes them; the counter counts all."""
@@ -127,14 +137,27 @@ class Ledger:
             self.events_to = max(self.events_to, seq)
         return self._drain(now)
 
-    def advance(self, until: float, now: float) -> list[Decision]:
-        """Every event stored before UNIX second `until` has been applied: expire what was due by then."""
+    def constrained(self, until: float) -> bool:
+        """Whether a group is due by `until` that asks for certain versions and of which nothing has come."""
+        for deadline, group_id in self._deadlines:
+            group = self.open.get(group_id)
+            if deadline <= until and group is not None and group.waits_for_versions:
+                return True
+        return False
+
+    def advance(self, until: float, now: float, unmet: Unmet = unknown) -> list[Decision]:
+        """Every event stored before UNIX second `until` has been applied: expire what was due by then.
+
+        `unmet` says of a job that asks for certain versions whether anybody could serve it.
+        """
         decisions: list[Decision] = []
         while self._deadlines and self._deadlines[0][0] <= until:
             _, group_id = heapq.heappop(self._deadlines)
             group = self.open.get(group_id)
             if group is not None and group.ending is None:
-                decisions.append(self._close(group, CloseReason.EXPIRED, now))
+                job = group.source
+                why = unmet(job) if group.waits_for_versions and isinstance(job, SampleGroup) else None
+                decisions.append(self._close(group, CloseReason.EXPIRED, now, unmet=why))
         return decisions
 
     def closed(self, read: ClosedRead) -> list[Decision]:
@@ -284,8 +307,10 @@ class Ledger:
             decisions.append(self._close(group, CloseReason.CANCELLED, now, event.reason))
         return decisions
 
-    def _close(self, group: OpenGroup, reason: CloseReason, now: float, message: str | None = None) -> Close:
-        group.ending = Ending(reason, now, self.epoch, message)
+    def _close(
+        self, group: OpenGroup, reason: CloseReason, now: float, message: str | None = None, unmet: str | None = None
+    ) -> Close:
+        group.ending = Ending(reason, now, self.epoch, message, unmet)
         return Close(group)
 
     def _is_refusal(self, event: SamplesFinished) -> bool:

@@ -10,7 +10,7 @@ import msgspec
 from rollgrid_contracts import subjects
 from rollgrid_contracts.episodes import SessionEnded, SessionOutcome
 from rollgrid_contracts.failures import Boundary, ErrorCode, ErrorInfo
-from rollgrid_contracts.jobs import Job, OpenEpisode, SampleGroup
+from rollgrid_contracts.jobs import Job, OpenEpisode, SampleGroup, VersionRule
 from rollgrid_contracts.samples import FinishReason, Sample, SamplesFinished, SampleStatus
 from rollgrid_contracts.scoring import SampleScores, Score, ScorerSpec, ScoreStatus, combine, reward_formula
 from rollgrid_contracts.trajectories import CloseReason, Entry, GroupClosed
@@ -31,12 +31,16 @@ class Winner(NamedTuple):
 
 
 class Ending(NamedTuple):
-    """How a group was decided to end, at UNIX second `at`; nothing is folded into it any more."""
+    """How a group was decided to end, at UNIX second `at`; nothing is folded into it any more.
+
+    `unmet` says why nobody could even begin it: no worker had a version that it may be served by.
+    """
 
     reason: CloseReason
     at: float
     epoch: int
     message: str | None = None
+    unmet: str | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -86,6 +90,13 @@ class OpenGroup:
     def finished(self) -> int:
         """Samples that have ended."""
         return len(self.ended) if self.is_episode else len(self.winners)
+
+    @property
+    def waits_for_versions(self) -> bool:
+        """Nothing has come of a job that not every version may serve."""
+        source = self.source
+        asks = isinstance(source, SampleGroup) and source.weights.rule is not VersionRule.LATEST
+        return asks and not self.winners
 
     # -- folding ------------------------------------------------------------------------------
 
@@ -165,8 +176,8 @@ class OpenGroup:
     def record(self) -> GroupClosed:
         """The terminal record of a decided group; indexes without a finish end as the decision says."""
         assert self.ending is not None
-        reason, now, epoch, message = self.ending
-        entries = tuple(self._entry(index, reason, message) for index in range(self.n))
+        reason, now, epoch = self.ending.reason, self.ending.at, self.ending.epoch
+        entries = tuple(self._entry(index, self.ending) for index in range(self.n))
         source = self.source
         finish = self.first_finish
         lost = next((e.sample.error for e in entries if e.sample.status is not SampleStatus.SUCCEEDED), None)
@@ -214,22 +225,22 @@ class OpenGroup:
             priority=source.priority,
         )
 
-    def _entry(self, index: int, reason: CloseReason, message: str | None) -> Entry:
+    def _entry(self, index: int, ending: Ending) -> Entry:
         if self.is_episode:
-            return self._episode_entry(index, reason, message)
+            return self._episode_entry(index, ending)
         winner = self._last_turn(index)
         if winner is None:
-            return self._scored(Entry(sample=_missing(index, reason, message)))
+            return self._scored(Entry(sample=_missing(index, ending)))
         return self._scored(Entry(sample=winner.sample, engine=winner.engine))
 
-    def _episode_entry(self, index: int, reason: CloseReason, message: str | None) -> Entry:
+    def _episode_entry(self, index: int, ending: Ending) -> Entry:
         """`turns` hold what was generated; `sample` only says how the episode ended."""
         turns = self.winners.get(index, {})
         played = tuple(turns[turn].sample for turn in sorted(turns))
         last = self._last_turn(index)
         ended = self.ended.get(index)
         if ended is None:
-            sample = _missing(index, reason, message)
+            sample = _missing(index, ending)
         else:
             sample = _outcome(index, ended.outcome, last.sample if last else None)
         return self._scored(Entry(sample=sample, turns=played, engine=last.engine if last else ""))
@@ -259,9 +270,17 @@ def _finite(score: Score) -> Score:
     )
 
 
-def _missing(index: int, reason: CloseReason, message: str | None) -> Sample:
-    status, code, text = MISSING[reason]
-    error = ErrorInfo(code=code, message=message or text, boundary=Boundary.LEDGER, retryable=code is ErrorCode.EXPIRED)
+def _missing(index: int, ending: Ending) -> Sample:
+    status, code, text = MISSING[ending.reason]
+    if ending.unmet is not None:
+        code, text = ErrorCode.VERSION_UNAVAILABLE, ending.unmet
+    error = ErrorInfo(
+        code=code,
+        message=ending.message or text,
+        boundary=Boundary.LEDGER,
+        retryable=ending.reason is CloseReason.EXPIRED,
+        field="weights" if ending.unmet is not None else None,
+    )
     return Sample(index=index, status=status, finish_reason=FinishReason.ABORT, error=error)
 
 

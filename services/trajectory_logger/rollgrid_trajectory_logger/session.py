@@ -21,7 +21,8 @@ from .authority import Authority
 from .closer import Closer
 from .handler import LedgerHandler
 from .held_jobs import HeldJobs
-from .ledger import Ledger
+from .ledger import Ledger, unknown
+from .policies import Policies
 from .query import answer
 from .settings import TrajectoryLoggerSettings
 from .take_over import know_jobs_end, read_up, take_over
@@ -56,6 +57,7 @@ class LedgerSession:
         self._jobs = HeldJobs(bus)
         self._handler = LedgerHandler(self.ledger, self._jobs)
         self._closer: Closer | None = None
+        self._policies = Policies(bus)
         self._upkeep = Upkeep(bus, settings, authority.epoch, self._handler, self._jobs)
         self._asked = asyncio.Event()
 
@@ -64,6 +66,7 @@ class LedgerSession:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._authority.keep())
             tasks.create_task(self._watch_connection(self._bus.connection_epoch))
+            tasks.create_task(self._policies.follow())
             tasks.create_task(self._work())
             for companion in companions:
                 tasks.create_task(companion())
@@ -95,8 +98,17 @@ class LedgerSession:
     async def _work(self) -> None:
         epoch = self._authority.epoch
         taken = await take_over(self._bus, self._manifests, self._settings, epoch, self._handler)
-        closer = Closer(self._bus, self._blobs, self._authority, self._settings, taken.tails, self._handler.on_closed)
+        closer = Closer(
+            self._bus,
+            self._blobs,
+            self._authority,
+            self._settings,
+            taken.tails,
+            self._handler.on_closed,
+            self._policies.stamped,
+        )
         self._closer = closer
+        await self._policies.read()
         self._handler.go_live(closer)
         subscription = await self._bus.subscribe(subjects.LEDGER_QUERY, LedgerQuery, self._on_query)
         try:
@@ -151,7 +163,9 @@ class LedgerSession:
             due = self.ledger.next_deadline
             if due is not None and due <= time.time():
                 until = await self._events_known_until()
-                self._handler.decide(self.ledger.advance(until, time.time()))
+                asks = self.ledger.constrained(until)
+                unmet = await self._policies.unmet() if asks else unknown
+                self._handler.decide(self.ledger.advance(until, time.time(), unmet))
 
     async def _events_known_until(self) -> float:
         """Up to which UNIX second every stored event has been applied: what finished in time counts, however late we read it."""
