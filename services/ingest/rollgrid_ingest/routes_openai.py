@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from functools import partial
+from typing import TypeVar
 
 import msgspec
 from fastapi import APIRouter, Request, Response
@@ -31,8 +32,10 @@ from .openai_schema import (
 from .openapi import described
 from .replies import Collected
 from .sse import StreamAnswer
+from .submission import Caller
 from .wire import decode_json
 
+T = TypeVar("T")
 router = APIRouter()
 _COMPLETION = msgspec.json.Decoder(CompletionRequest)
 _CHAT = msgspec.json.Decoder(ChatRequest)
@@ -53,12 +56,17 @@ async def get_model(request: Request, model: str) -> Response:
     return json_response(model_card(policy, model, door.started_at))
 
 
-async def completions(request: Request) -> ASGIApp:
+async def _taken(request: Request, decoder: msgspec.json.Decoder[T]) -> tuple[Parts, T, Caller]:
+    """The call's body and who makes it, unless the door is draining."""
     door, who = parts(request), principal(request, Scope.SUBMIT)
     door.refuse_while_draining()
     body = await request.body()
-    asked = decode_json(body, _COMPLETION)
-    submission = await door.translator.completion(asked, caller_of(request, who, body))
+    return door, decode_json(body, decoder), caller_of(request, who, body)
+
+
+async def completions(request: Request) -> ASGIApp:
+    door, asked, caller = await _taken(request, _COMPLETION)
+    submission = await door.translator.completion(asked, caller)
     renderer = door.catalog.renderer(submission.policy)
     if asked.stream:
         chunks = CompletionChunks(asked, submission, renderer)
@@ -68,11 +76,8 @@ async def completions(request: Request) -> ASGIApp:
 
 
 async def chat(request: Request) -> ASGIApp:
-    door, who = parts(request), principal(request, Scope.SUBMIT)
-    door.refuse_while_draining()
-    body = await request.body()
-    asked = decode_json(body, _CHAT)
-    submission = await door.translator.chat(asked, caller_of(request, who, body))
+    door, asked, caller = await _taken(request, _CHAT)
+    submission = await door.translator.chat(asked, caller)
     renderer = door.catalog.renderer(submission.policy)
     if asked.stream:
         chunks = ChatChunks(asked, submission, renderer)
@@ -82,11 +87,8 @@ async def chat(request: Request) -> ASGIApp:
 
 
 async def generate(request: Request) -> ASGIApp:
-    door, who = parts(request), principal(request, Scope.SUBMIT)
-    door.refuse_while_draining()
-    body = await request.body()
-    asked = decode_json(body, _GENERATE)
-    submission = await door.translator.generate(asked, caller_of(request, who, body))
+    door, asked, caller = await _taken(request, _GENERATE)
+    submission = await door.translator.generate(asked, caller)
     renderer = door.catalog.renderer(submission.policy)
     if asked.stream:
         chunks = GenerateChunks(asked, submission, request_id(request))
@@ -97,11 +99,8 @@ async def generate(request: Request) -> ASGIApp:
 
 
 async def score_tokens(request: Request) -> ASGIApp:
-    door, who = parts(request), principal(request, Scope.SUBMIT)
-    door.refuse_while_draining()
-    body = await request.body()
-    asked = decode_json(body, _SCORE)
-    submission = await door.translator.score(asked, caller_of(request, who, body))
+    door, asked, caller = await _taken(request, _SCORE)
+    submission = await door.translator.score(asked, caller)
     accepted, collected = await interactive(request, submission)
     return json_response(score_answer(bool(asked.top_logprobs), submission, accepted, collected))
 

@@ -151,7 +151,7 @@ async def test_two_loggers_and_one_of_them_sleeps(driver: Driver, stack_env: dic
         assert (one.readiness()[1]["ledger"], two.readiness()[1]["ledger"]) == ("active", "standby")
         await story.submit()
         playing = asyncio.create_task(story.play())
-        await asyncio.sleep(0.1)
+        await driver.wait_closed(1)  # it is in the middle of its work
         one.pause()
         await playing
         await asyncio.sleep(2 * LEDGER_LEASE_S)
