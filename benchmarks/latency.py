@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import tempfile
 import time
+from pathlib import Path
 
 import httpx2
 
@@ -24,6 +26,19 @@ from tests.support.stack import POLICY, Stack, stack
 def quantile(values: list[float], share: float) -> float:
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(len(ordered) * share))]
+
+
+def flush_ms(folder: Path, writes: int = 100) -> float:
+    """Median of writing 1 KiB and flushing it, where the streams lie: a call waits for two such writes."""
+    spent = []
+    with tempfile.NamedTemporaryFile(dir=folder) as file:
+        for _ in range(writes):
+            began = time.perf_counter()
+            file.write(bytes(1024))
+            file.flush()
+            os.fsync(file.fileno())
+            spent.append(time.perf_counter() - began)
+    return 1e3 * quantile(spent, 0.5)
 
 
 def through_the_door(pipe: Stack, name: str, calls: int, tokens: int) -> dict[str, list[float]]:
@@ -53,6 +68,7 @@ def measure(calls: int, tokens: int, rounds: int) -> Result:
     ingest_cpu = 0.0
     with stack(plan(subject("tiny"), 32)) as pipe, DirectEngine(pipe.environment()) as engine:
         sampler = pipe["sampler-0"]
+        flushed = flush_ms(pipe.folder)
         for number in range(rounds + 1):
             sampler.pause()
             engine.resume()
@@ -66,7 +82,7 @@ def measure(calls: int, tokens: int, rounds: int) -> Result:
                 for kind in direct:
                     direct[kind] += alone[kind]
                     fleet[kind] += found[kind]
-    figures: dict[str, float] = {}
+    figures: dict[str, float] = {"flush_p50_ms": flushed}
     for kind in ("whole", "first"):
         for label, share in (("p50", 0.5), ("p99", 0.99)):
             theirs, ours = quantile(direct[kind], share), quantile(fleet[kind], share)
