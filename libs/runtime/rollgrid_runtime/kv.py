@@ -30,6 +30,10 @@ V = TypeVar("V")
 log = get_logger(__name__)
 RELIST_S = 10.0
 """How often a view re-reads its bucket whole: deletions by TTL and lost wake-ups are healed then."""
+WRONG_LAST_SEQUENCE = 10071
+"""The server's code for a compare-and-set that lost."""
+BURST_S = 0.05
+"""Writes of so long cost a view one listing."""
 
 
 class Versioned(NamedTuple, Generic[V]):
@@ -97,28 +101,34 @@ class Table(Generic[V]):
         except (APIError, NatsError, TimeoutError) as error:
             raise BusError(f"{self.bucket.name}/{key}: {error!r}") from error
 
-    async def delete(self, key: str) -> None:
+    async def delete(self, key: str, revision: int | None = None) -> None:
+        """Delete a key; with `revision`, only if it has not moved since (Conflict otherwise)."""
         store = await self._kv()
         try:
-            await store.delete(key)
+            await store.delete(key, last=revision)
             bus_metrics.written()
         except (APIError, NatsError, TimeoutError) as error:
+            if isinstance(error, APIError) and error.err_code == WRONG_LAST_SEQUENCE:
+                raise Conflict(f"{self.bucket.name}/{key} is past revision {revision}") from error
             raise BusError(f"{self.bucket.name}/{key}: {error!r}") from error
 
-    async def items(self) -> dict[str, Versioned[V]]:
-        """Every live key and its value.
+    async def keys(self, under: str = ">") -> list[str]:
+        """Every key that matches `under` (as subjects do), those of deleted entries too.
 
-        Keys come from the stream's own count of subjects: nats-py's `keys()` waits for ever when the
+        They come from the stream's own count of subjects: nats-py's `keys()` waits for ever when the
         server dies meanwhile, and can take messages still on their way for an empty bucket.
         """
         prefix = f"$KV.{self.bucket.name}."
         try:
-            info = await self._bus.js.stream_info(f"KV_{self.bucket.name}", subjects_filter=prefix + ">")
+            info = await self._bus.js.stream_info(f"KV_{self.bucket.name}", subjects_filter=prefix + under)
         except (APIError, NatsError, TimeoutError) as error:
             raise BusError(f"listing {self.bucket.name}: {error!r}") from error
+        return [subject.removeprefix(prefix) for subject in info.state.subjects or {}]
+
+    async def items(self, under: str = ">") -> dict[str, Versioned[V]]:
+        """Every live key and its value."""
         found: dict[str, Versioned[V]] = {}
-        for subject in info.state.subjects or {}:
-            key = subject.removeprefix(prefix)
+        for key in await self.keys(under):
             entry = await self.get(key)
             if entry is not None:
                 found[key] = entry
@@ -131,8 +141,10 @@ class View(Generic[V]):
     Run `follow` as a task; read `values`.  `loaded` is set once the first listing is in.
     """
 
-    def __init__(self, bus: Bus, table: Table[V], on_change: Callable[[], None] | None = None) -> None:
-        self._bus, self._table, self._on_change = bus, table, on_change
+    def __init__(
+        self, bus: Bus, table: Table[V], on_change: Callable[[], None] | None = None, *, burst_s: float = BURST_S
+    ) -> None:
+        self._bus, self._table, self._on_change, self._burst_s = bus, table, on_change, burst_s
         self.values: dict[str, Versioned[V]] = {}
         self.loaded = asyncio.Event()
         self.changed = asyncio.Event()
@@ -154,7 +166,7 @@ class View(Generic[V]):
                     async with asyncio.timeout(RELIST_S):
                         await self._wake.wait()
                 # a burst of writes costs one listing
-                await asyncio.sleep(max(0.0, 0.05 - (time.monotonic() - started)))
+                await asyncio.sleep(max(0.0, self._burst_s - (time.monotonic() - started)))
         finally:
             with contextlib.suppress(NatsError):
                 await subscription.unsubscribe()

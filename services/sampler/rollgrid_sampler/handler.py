@@ -7,6 +7,7 @@ neighbours.  Only a dead engine ends the handler, and with it the process.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -15,7 +16,7 @@ import msgspec
 from rollgrid_contracts import ids
 from rollgrid_contracts.arrays import Floats, TokenIds
 from rollgrid_contracts.failures import Boundary, ErrorCode, ErrorInfo
-from rollgrid_contracts.jobs import Priority, Reply, SampleGroup, VersionSpan, WeightConstraint
+from rollgrid_contracts.jobs import Priority, Reply, SampleGroup, VersionSpan
 from rollgrid_contracts.samples import FinishReason, Parsed, Sample, SampleStatus, Timings
 from rollgrid_runtime.bus import Bus
 from rollgrid_runtime.errors import BusError, RollgridError
@@ -25,24 +26,24 @@ from rollgrid_runtime.logging import bound, get_logger
 from . import metrics, traces
 from .admission import check, judge
 from .engines.base import Engine, EngineDead, Generated, GenerationRequest, RequestFailed, Sent
+from .generation import ConstraintLost, Generation
 from .headroom import Headroom
 from .jobs import HeldJob, Outcome
 from .parsing import ParserDesk, Reading
 from .publishing import Origin, Publisher, recorded, reply
-from .resume import allowed, sent_before
+from .resume import sent_before
 from .settings import SamplerSettings
 from .streaming import Pace, SampleStream
 from .suspects import Suspects
+from .weights import Weights, needs_one
 
 log = get_logger(__name__)
-
-
-class ConstraintLost(Exception):
-    """Other weights than the job allows came while it ran."""
+GIVE_BACK_S = 1.0
+"""Undoing what was recorded of a job that is given back may take so long."""
 
 
 class Context(NamedTuple):
-    """What the handler works with.  `met` says whether the loaded version may serve a constraint."""
+    """What the handler works with."""
 
     bus: Bus
     commit: GroupCommit
@@ -50,19 +51,23 @@ class Context(NamedTuple):
     engine: Engine
     suspects: Suspects
     parsers: ParserDesk
-    met: Callable[[WeightConstraint], bool]
+    weights: Weights
     settings: SamplerSettings
     worker: str
     incarnation: str
 
 
 class Work(NamedTuple):
-    """One job as its samples need it; `sent` maps indexes to what they continue behind."""
+    """One job as its samples need it; `sent` maps indexes to what they continue behind.
+
+    `pin` is the one version that must make all of it, if any.
+    """
 
     held: HeldJob
     prompt: list[int]
     reading: Reading | None
     sent: dict[int, Sent]
+    pin: int | None
 
 
 class Handler:
@@ -71,6 +76,7 @@ class Handler:
     def __init__(self, context: Context, free_seat: Callable[[HeldJob], None]) -> None:
         self._context = context
         self._free_seat = free_seat
+        self._fresh: set[int] = set()
         self.tokens_total = 0
         self.samples_total = 0
 
@@ -100,13 +106,15 @@ class Handler:
         job, context = held.job, self._context
         if held.done:
             await self._answer_recorded(held)
-        if held.missing and not context.met(job.weights):
+        pin = await self._pin(held)
+        if held.missing and pin is None and not context.weights.met(job):
             return Outcome.REFUSE
-        if held.suspect and not held.missing:
+        counted = held.suspect or held.refused
+        if counted and not held.missing:
             await self._clear_suspicion(job.group_id)
             return Outcome.ACK
         starts = 0
-        if held.suspect:
+        if counted:
             try:
                 if await context.suspects.starts(job.group_id) >= context.settings.max_starts:
                     self._quarantine(held, publisher)
@@ -117,13 +125,58 @@ class Handler:
             except RollgridError as error:  # unrecorded, a crash would not be counted: do not begin
                 log.warning("start_not_recorded", group=job.group_id, error=error.message)
                 return Outcome.REFUSE
-        outcome = await self._samples(held, publisher)
-        await publisher.finish()
+        try:
+            with self._keeping(job, pin):
+                outcome = await self._samples(held, publisher, pin)
+            await publisher.finish()
+        except asyncio.CancelledError:
+            if starts and not held.cancelled and held.seconds_left() > 0:  # given back, which is no failed start
+                await self._withdraw(job.group_id)
+            raise
         if starts:
             await self._clear_suspicion(job.group_id)
         return outcome
 
-    async def _samples(self, held: HeldJob, publisher: Publisher) -> Outcome:
+    async def _pin(self, held: HeldJob) -> int | None:
+        """The version that must make the whole group: that of what is done, else the one it would get now."""
+        if not held.job.pinned:
+            return None
+        for sample in (await self._recorded(held)).values():
+            if sample.version_spans:
+                return sample.version_spans[0].version
+        return self._context.weights.choose(held.job.weights) if self._context.weights.met(held.job) else None
+
+    def _keeping(self, job: SampleGroup, pin: int | None) -> contextlib.AbstractContextManager[None]:
+        """What one version must make keeps it loaded, within the grace."""
+        version = pin if pin is not None else self._context.weights.choose(job.weights)
+        if version is None or not needs_one(job):
+            return contextlib.nullcontext()
+        return self._context.weights.use(version)
+
+    async def unavailable(self, held: HeldJob) -> Outcome:
+        """No version that the job allows came before its deadline: what is missing fails, and may be tried again."""
+        rule, loaded = held.job.weights, [one.version for one in self._context.weights.loaded()]
+        error = ErrorInfo(
+            code=ErrorCode.VERSION_UNAVAILABLE,
+            message=f"no worker had weights for {rule.rule.value} {rule.value} in time; the last one asked has {loaded}",
+            boundary=Boundary.WEIGHTS,
+            retryable=True,
+            field="weights",
+            limit=f"{rule.rule.value} {rule.value}",
+        )
+        publisher = self._publisher(held)
+        try:
+            async with asyncio.timeout(max(0.0, held.seconds_left())):
+                for index in held.missing:
+                    publisher.add(self._failed(held, index, error, None, time.time()))
+                await publisher.finish()
+        except TimeoutError:
+            log.warning("unavailable_not_recorded", group=held.job.group_id)
+        finally:
+            publisher.stop()
+        return Outcome.ACK
+
+    async def _samples(self, held: HeldJob, publisher: Publisher, pin: int | None) -> Outcome:
         """All missing samples at once.  Raises EngineDead."""
         job = held.job
         try:
@@ -134,7 +187,7 @@ class Handler:
                 publisher.add(self._failed(held, index, refused.info(), None, time.time()))
             return Outcome.ACK
         sent = await sent_before(self._context.bus, job, taken_over=held.taken_over)
-        work = Work(held, job.prompt_token_ids.tolist(), reading, sent)
+        work = Work(held, job.prompt_token_ids.tolist(), reading, sent, pin)
         try:
             async with asyncio.TaskGroup() as group:
                 for index in held.missing:
@@ -191,9 +244,20 @@ class Handler:
         self, work: Work, request: GenerationRequest, stream: SampleStream | None
     ) -> tuple[Generated, Parsed | None]:
         """Raises RollgridError, ConstraintLost."""
-        result = await self._context.engine.generate(request, stream.take if stream is not None else None)
+        context = self._context
+        generation = Generation(
+            context.engine,
+            context.weights,
+            work.held.job,
+            request,
+            pin=work.pin,
+            mode=context.settings.swap_mode,
+            grace_s=context.settings.pin_grace_s,
+            on_delta=stream.take if stream is not None else None,
+        )
+        result = await generation.run()
         judge(result, request.sampling)
-        if not allowed(work.held.job.weights, result.version_spans):
+        if not await context.weights.proven(result.version_spans):
             raise ConstraintLost
         return result, await work.reading.parsed(request.index, result) if work.reading is not None else None
 
@@ -210,7 +274,6 @@ class Handler:
             sampling=sampling,
             seed=None if group_seed is None else ids.sample_seed(group_seed, index),
             group_seed=group_seed,
-            cache_salt=f"{job.tenant}/{self._context.engine.loaded.version}/{job.cache_salt or ''}",
             sent=work.sent.get(index, Sent()),
             hurried=job.priority is Priority.INTERACTIVE,
         )
@@ -220,9 +283,10 @@ class Handler:
     def _succeeded(
         self, held: HeldJob, index: int, result: Generated, parsed: Parsed | None, seed: int | None, started: float
     ) -> Sample:
-        loaded = self._context.engine.loaded
-        tokens = len(result.token_ids)
-        spans = result.version_spans or (VersionSpan(version=loaded.version, start=0, end=tokens),)
+        weights, tokens = self._context.weights, len(result.token_ids)
+        spans = result.version_spans or (VersionSpan(version=weights.current, start=0, end=tokens),)
+        self._observe_fresh(spans, result)
+        fingerprint, confirmed = weights.fingerprint(spans[-1].version)
         return Sample(
             index=index,
             turn=turn(held.job),
@@ -236,7 +300,8 @@ class Handler:
             finish_reason=result.finish_reason,
             stop_reason=result.stop_reason,
             version_spans=spans,
-            weight_fingerprint=loaded.fingerprint if spans[-1].version == loaded.version else None,
+            weight_fingerprint=fingerprint,
+            fingerprint_confirmed=confirmed,
             seed=seed,
             resumed_from=result.resumed_from,
             worker=self._context.worker,
@@ -249,6 +314,17 @@ class Handler:
             ),
             prompt_logprobs=result.prompt_logprobs,
         )
+
+    def _observe_fresh(self, spans: tuple[VersionSpan, ...], result: Generated) -> None:
+        """The first token of a version: known to the millisecond where a sample began on it, else by its end."""
+        for span in spans:
+            if span.version in self._fresh:
+                continue
+            self._fresh.add(span.version)
+            committed = self._context.weights.committed_at(span.version)
+            if committed:
+                began_on_it = span.start == 0 and not result.resumed_from and result.first_token_at
+                metrics.FRESH_LAG.observe(max(0.0, (result.first_token_at if began_on_it else time.time()) - committed))
 
     def _failed(self, held: HeldJob, index: int, error: ErrorInfo, seed: int | None, started: float) -> Sample:
         return Sample(
@@ -289,15 +365,20 @@ class Handler:
 
     async def _answer_recorded(self, held: HeldJob) -> None:
         """The reply equals the record: samples that are done are answered from there."""
-        wanted = {index: seq for index, seq in held.done.items() if index in held.job.indexes}
+        mode = self._context.engine.facts.logprobs_mode
+        for sample in (await self._recorded(held)).values():
+            if sample.index in held.job.indexes:
+                await reply(self._context.bus, held.job, (sample,), mode)
+
+    async def _recorded(self, held: HeldJob) -> dict[int, Sample]:
+        """The group's samples that are done; none while the record is out of reach."""
+        if not held.done:
+            return {}
         try:
-            found = await recorded(self._context.bus, wanted)
+            return await recorded(self._context.bus, held.done)
         except RollgridError as error:
             log.warning("record_unreadable", group=held.job.group_id, error=error.message)
-            return
-        mode = self._context.engine.facts.logprobs_mode
-        for sample in found.values():
-            await reply(self._context.bus, held.job, (sample,), mode)
+            return {}
 
     def _quarantine(self, held: HeldJob, publisher: Publisher) -> None:
         """Too many starts without an end: the missing samples fail here."""
@@ -317,6 +398,13 @@ class Handler:
             await self._context.suspects.clear(group_id)
         except BusError as error:  # it expires by itself
             log.warning("suspect_not_cleared", group=group_id, error=error.message)
+
+    async def _withdraw(self, group_id: str) -> None:
+        try:
+            async with asyncio.timeout(GIVE_BACK_S):
+                await self._context.suspects.withdraw(group_id)
+        except (BusError, TimeoutError) as error:  # it counts once too often
+            log.warning("start_not_withdrawn", group=group_id, error=str(error))
 
     async def _rescue(self, publisher: Publisher) -> None:
         """The engine is dead: record what had finished before it, for a moment."""

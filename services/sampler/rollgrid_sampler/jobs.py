@@ -25,7 +25,8 @@ class Outcome(StrEnum):
 class HeldJob:
     """`done` maps indexes already in the record to their event; `suspect` = somebody may have died of it.
 
-    `doubtful` = somebody may have begun it although its delivery does not say so.
+    `doubtful` = somebody may have begun it although its delivery does not say so; `refused` = it was given
+    back somewhere, or begun: its starts are recorded, and it is a suspect once there is one.
     """
 
     __slots__ = (
@@ -36,6 +37,7 @@ class HeldJob:
         "doubtful",
         "job",
         "lane",
+        "refused",
         "seats",
         "span",
         "suspect",
@@ -48,6 +50,7 @@ class HeldJob:
         self.lane = lane
         self.suspect = suspect
         self.doubtful = False
+        self.refused = False
         self.dequeued_at = time.time()
         self.done: dict[int, int] = {}
         self.cancelled = False

@@ -40,11 +40,30 @@ HEALTH_AGE = Gauge("rollgrid_sampler_engine_health_age_seconds", "Since the engi
 
 VERSION = Gauge("rollgrid_sampler_weight_version", "Checkpoint version that answers now; -1 = none")
 BEHIND = Gauge("rollgrid_sampler_weight_versions_behind", "Positions between the desired version and the loaded one")
-SWAPS = Counter("rollgrid_sampler_swaps_total", "Attempts to apply another version", ["outcome"])
+SWAPS = Counter("rollgrid_sampler_swaps_total", "Attempts to apply another version", ["mode", "outcome"])
 SWAP_SECONDS = Histogram(
     "rollgrid_sampler_swap_seconds",
-    "A swap from its start to its end: new samples wait so long, running ones as the mode says",
+    "Pause of one swap of the full weights: new samples wait so long, running ones as the mode says",
+    ["mode"],
     buckets=(0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120),
+)
+SWAP_OVERDUE = Gauge("rollgrid_sampler_swap_overdue", "1 while a swap pauses generation beyond its deadline")
+ADAPTERS = Gauge("rollgrid_sampler_loras_loaded", "LoRA versions loaded")
+QUARANTINES = Counter("rollgrid_sampler_quarantines_total", "Weights found not to be what their label says")
+STAGED_BYTES = Counter("rollgrid_sampler_staged_bytes_total", "Bytes of versions fetched to this node by this worker")
+STAGE_SECONDS = Histogram(
+    "rollgrid_sampler_stage_seconds",
+    "Fetching one version, while generation goes on",
+    buckets=(0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600),
+)
+_LAGS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
+APPLY_LAG = Histogram(
+    "rollgrid_sampler_apply_lag_seconds", "From a version's commit to its being loaded here", buckets=_LAGS
+)
+FRESH_LAG = Histogram(
+    "rollgrid_sampler_fresh_token_lag_seconds",
+    "From a version's commit to this worker's first token of it",
+    buckets=_LAGS,
 )
 
 

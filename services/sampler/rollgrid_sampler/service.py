@@ -12,13 +12,14 @@ import contextlib
 import secrets
 import time
 from collections import OrderedDict
+from collections.abc import Coroutine
 from functools import partial
 from typing import Any, cast
 
 import msgspec
 from rollgrid_contracts import ids, subjects
 from rollgrid_contracts.fleet import CancelWork, DrainWorker, LaneOpened, WorkerCommand, WorkerState
-from rollgrid_contracts.jobs import Job, OpenEpisode, Priority, SampleGroup, SamplingParams
+from rollgrid_contracts.jobs import Job, OpenEpisode, Priority, SampleGroup, SamplingParams, VersionRule
 from rollgrid_contracts.subjects import EVERY_WORKER, PoolLane
 from rollgrid_contracts.topology import WORKER_LEASE_S, WORKERS
 from rollgrid_runtime.blobs import Blobs
@@ -43,7 +44,7 @@ from .parsing import ParserDesk
 from .settings import EngineKind, SamplerSettings
 from .slots import Slots
 from .suspects import Suspects
-from .weights import Weights, staleness
+from .weights import Weights
 
 log = get_logger(__name__)
 ANY_JOB = cast(type[SampleGroup | OpenEpisode], Job)
@@ -52,6 +53,12 @@ REMEMBERED = 20_000
 """Cancelled groups and refused jobs remembered."""
 DRAIN_MARGIN_S = 2.0
 """Kept back from the drain's time for handing work back and flushing."""
+LAST_CHANCE = 1.5
+"""A job whose version is not here is kept when fewer delays than this are left to its deadline."""
+GIVE_UP_S = 0.5
+"""So long before its deadline it fails, so that the record says why."""
+LEASE_PAUSE_S = 0.05
+"""Between two leases, however fast the weights change."""
 
 
 class SamplerService:
@@ -96,7 +103,8 @@ class SamplerService:
 
     def _wire(self, bus: Bus, blobs: Blobs) -> None:
         self._workers: Table[WorkerState] = Table(bus, WORKERS, WorkerState)
-        self._weights = Weights(bus, blobs, self.engine, self.settings)
+        self._weights = Weights(bus, blobs, self.engine, self.settings, self.worker)
+        self._suspects = Suspects(bus)
         self._ledger = LedgerDesk(bus, self.settings.ledger_timeout_s)
         self._commit = GroupCommit(bus)
         scripted = self.settings.engine is EngineKind.SCRIPTED
@@ -105,9 +113,9 @@ class SamplerService:
             self._commit,
             Headroom(bus),
             self.engine,
-            Suspects(bus),
+            self._suspects,
             ParserDesk(lambda: self.engine.tokenizer, self.settings.model, optional=scripted),
-            self._weights.met,
+            self._weights,
             self.settings,
             self.worker,
             self.incarnation,
@@ -125,22 +133,28 @@ class SamplerService:
             (metrics.HELD, lambda: len(self._held)),
             (metrics.LANES, lambda: self._lanes.count),
             (metrics.HEALTH_AGE, metrics.age(lambda: self._engine_ok_at)),
-            (metrics.VERSION, lambda: self.engine.loaded.version),
-            (metrics.BEHIND, lambda: staleness(self.engine.loaded.version, self._weights.state)),
+            (metrics.VERSION, lambda: self._weights.current),
+            (metrics.BEHIND, lambda: self._weights.behind),
         ):
             gauge.set_function(read)
 
     async def run(self) -> None:
         """Load the engine, then sample until drained.  Raises EngineDead."""
         self._failure = asyncio.get_running_loop().create_future()
-        version, folder = await self._weights.first()
-        log.info("engine_starting", engine=self.settings.engine.value, version=version, pool=self.pool)
-        await self.engine.start(version, folder)
-        await self._prove_engine()
-        spare_collector()
-        for target in (self.worker, EVERY_WORKER):
-            await self.bus.subscribe(subjects.worker_control(target), ANY_COMMAND, self._on_command)
-        await self.bus.subscribe(subjects.LANES_CONTROL, LaneOpened, self._lanes.on_opened)
+        log.info("engine_starting", engine=self.settings.engine.value, pool=self.pool)
+        try:
+            await self._weights.load()
+            await self._work()
+        except BaseExceptionGroup as group:  # a loop's TaskGroup wraps what ended it
+            dead = group.subgroup(EngineDead)
+            raise (dead.exceptions[0] if dead is not None else group) from group
+        finally:
+            self._engine_problem = self._engine_problem or "stopped"
+            if self._weights.quarantined is not None:
+                await self._heal()
+
+    async def _work(self) -> None:
+        """All loops, until one of them ends."""
         loops = (
             self._commit.run(),
             self._weights.follow(),
@@ -157,13 +171,29 @@ class SamplerService:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
-        except BaseExceptionGroup as group:  # a loop's TaskGroup wraps what ended it
-            dead = group.subgroup(EngineDead)
-            raise (dead.exceptions[0] if dead is not None else group) from group
         finally:
             self._engine_problem = self._engine_problem or "stopped"
             await _cancelled(tasks)
             await self._hand_back()
+
+    async def _open(self) -> None:
+        """Once everything desired is loaded and a token has come out, work may come."""
+        await self._weights.ready.wait()
+        await self._prove_engine()
+        spare_collector()
+        for target in (self.worker, EVERY_WORKER):
+            await self.bus.subscribe(subjects.worker_control(target), ANY_COMMAND, self._on_command)
+        await self.bus.subscribe(subjects.LANES_CONTROL, LaneOpened, self._lanes.on_opened)
+        self._engine_problem = None
+        self._room.set()
+
+    async def _heal(self) -> None:
+        """Out of rotation, and the lease says why: mend what can be mended before the process starts anew."""
+        telling = asyncio.create_task(self._lease())
+        try:
+            await self._weights.heal()
+        finally:
+            await _cancelled([telling])
 
     async def drain(self) -> None:
         """Take nothing more, finish what runs, hand the rest back."""
@@ -181,8 +211,10 @@ class SamplerService:
 
     async def stop(self) -> None:
         if hasattr(self, "_workers"):
-            with contextlib.suppress(BusError):
-                await self._workers.delete(self.worker)
+            if self._weights.quarantined is None:  # else the lease tells why, as long as it lasts
+                with contextlib.suppress(BusError):
+                    await self._workers.delete(self.worker)
+            self._weights.release()
         await self.engine.close()
         await self._stack.aclose()
 
@@ -202,7 +234,7 @@ class SamplerService:
             raise EngineDead(f"the engine does not generate: {error!r}") from error
         if len(result.token_ids) != 1:
             raise EngineDead(f"the engine gave {len(result.token_ids)} tokens instead of one")
-        self._engine_ok_at, self._engine_problem = time.monotonic(), None
+        self._engine_ok_at = time.monotonic()
         log.info("engine_ready", engine=self.engine.facts.name, version=self.engine.loaded.version)
 
     # -- deliveries in ------------------------------------------------------------------------
@@ -247,7 +279,10 @@ class SamplerService:
             await self._settle(delivery, Outcome.ACK)
             return
         refused = self._refusals.get(delivery.sequence, 0)
-        held = HeldJob(delivery, job, lane, suspect=delivery.delivered - 1 - refused > 0)
+        begun = delivery.delivered - 1 - refused > 0
+        held = HeldJob(delivery, job, lane, suspect=begun)
+        if begun and (job.weights.rule is not VersionRule.LATEST or job.pinned):
+            held.suspect, held.refused = False, True  # others may have given it back as often as that
         self._held[held.sequence] = held
         metrics.delivered(held)
         traces.begin(held, self.worker)
@@ -259,23 +294,48 @@ class SamplerService:
         self._mean_cost += (max(1, len(job.indexes)) - self._mean_cost) / 16
         if held.seconds_left() <= 0 or job.group_id in self._cancelled:
             await self._end(held, Outcome.ACK)
-        elif not self._weights.met(job.weights):
-            await self._end(held, Outcome.REFUSE)
+        elif not self._weights.met(job):
+            if held.seconds_left() > LAST_CHANCE * self.settings.refuse_delay_s:
+                await self._end(held, Outcome.REFUSE)
+            else:
+                self._beside(self._last_chance(held))
         elif self._lanes.doubtful(delivery):
             held.doubtful = True
-            task = asyncio.create_task(self._ask_ledger(held))
-            self._triage.add(task)
-            task.add_done_callback(self._triage.discard)
+            self._beside(self._ask_ledger(held))
         else:
             self._enqueue(held)
 
-    async def _ask_ledger(self, held: HeldJob) -> None:
+    def _beside(self, triage: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(triage)
+        self._triage.add(task)
+        task.add_done_callback(self._triage.discard)
+
+    async def _last_chance(self, held: HeldJob) -> None:
+        """Given back, the job would come again too late: wait here for its version, and say that none came."""
+        margin_s = min(GIVE_UP_S, held.seconds_left() / 2)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, held.seconds_left() - margin_s)):
+                await self._weights.serves(held.job)
+        if held.cancelled or self._held.get(held.sequence) is not held:
+            return
+        await self._ask_ledger(held, given_up=not self._weights.met(held.job))
+
+    async def _ask_ledger(self, held: HeldJob, *, given_up: bool = False) -> None:
         status = await self._ledger.status(held.job.group_id)
         if status is not None:
             if status.closed_seq:
                 await self._end(held, Outcome.ACK)
                 return
             held.done = dict(status.done)
+        if given_up:
+            await self._end(held, await self._handler.unavailable(held))
+            return
+        if held.refused:
+            try:
+                held.suspect = await self._suspects.starts(held.job.group_id) > 0
+            except BusError as error:
+                log.warning("starts_unreadable", group=held.job.group_id, error=error.message)
+                held.suspect = True
         self._enqueue(held)
 
     def _enqueue(self, held: HeldJob) -> None:
@@ -288,6 +348,7 @@ class SamplerService:
 
     async def _dispatch(self) -> None:
         """Start samples whenever there may be room for more."""
+        await self._open()
         while True:
             self._fill()
             await self._wait_for_room()
@@ -407,12 +468,16 @@ class SamplerService:
 
     async def _lease(self) -> None:
         while True:
+            self._weights.changed.clear()
             try:
                 await self._workers.put(self.worker, self.lease())
                 self._leased_at = time.monotonic()
             except BusError as error:
                 log.warning("lease_not_renewed", error=error.message)
-            await asyncio.sleep(WORKER_LEASE_S / 3)
+            await asyncio.sleep(LEASE_PAUSE_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(WORKER_LEASE_S / 3):
+                    await self._weights.changed.wait()
 
     def lease(self) -> WorkerState:
         return WorkerState(
@@ -428,11 +493,14 @@ class SamplerService:
             max_model_len=self.engine.facts.max_model_len,
             loaded=self._weights.loaded(),
             draining=self._draining,
-            quarantined=self._weights.problem,
+            quarantined=self._weights.quarantined,
             started_at=self._started_at,
             renewed_at=time.time(),
             tokens_total=self._handler.tokens_total,
             samples_total=self._handler.samples_total,
+            max_loras=self.engine.facts.max_loras,
+            swapping=self._weights.swapping,
+            weights_problem=self._weights.problem,
         )
 
     async def _until_failure(self) -> None:
@@ -476,6 +544,8 @@ class SamplerService:
             found["lease"] = "no lease written lately"
         if self._weights.problem is not None:
             found["weights"] = self._weights.problem
+        if self._weights.quarantined is not None:
+            found["quarantined"] = self._weights.quarantined
         if self._draining:
             found["draining"] = "takes no new work"
         return found
@@ -487,8 +557,9 @@ class SamplerService:
             "pool": self.pool,
             "policy": self.settings.policy,
             "engine": self.settings.engine.value,
-            "version": loaded.version,
+            "version": self._weights.current,
             "fingerprint": loaded.fingerprint,
+            "adapters": sorted(loaded.adapters),
             "slots": self.settings.slots,
             "busy": min(self._slots.busy, self.settings.slots),
             "held": len(self._held),

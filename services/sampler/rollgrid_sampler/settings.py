@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
+from typing import Literal, Self
 
-from pydantic import Field, SecretStr
+from pydantic import Field, SecretStr, model_validator
 from pydantic_settings import SettingsConfigDict
 from rollgrid_contracts.jobs import OnRefresh
 from rollgrid_runtime.settings import ServiceSettings
@@ -32,6 +33,21 @@ class Fault(StrEnum):
     """The request never ends."""
     EMPTY = "empty"
     """The request ends without a token."""
+
+
+class WeightFault(StrEnum):
+    """What a fault drill does when a version is applied to the running scripted engine."""
+
+    LABEL_FIRST = "label_first"
+    """The label moves, the bytes do not."""
+    STALE_TENSOR = "stale_tensor"
+    """The first file's old bytes stay."""
+    REFUSE = "refuse"
+    """The engine refuses the version; the old one answers on."""
+    CRASH_MID_APPLY = "crash_mid_apply"
+    """The sampler process is killed (SIGKILL) with half of the bytes applied."""
+    SLOW_APPLY = "slow_apply"
+    """Applying takes a second."""
 
 
 class SamplerSettings(ServiceSettings):
@@ -70,7 +86,9 @@ class SamplerSettings(ServiceSettings):
     # weights
     swap_mode: OnRefresh = OnRefresh.WAIT
     swap_deadline_s: float = Field(default=120.0, gt=0, description="a longer wait for running samples aborts them")
-    cache: Path = Field(default=Path("~/.cache/rollgrid/versions"), description="downloaded versions")
+    pin_grace_s: float = Field(default=30.0, ge=0, description="a swap waits so long for groups that need one version")
+    heal_s: float = Field(default=60.0, ge=0, description="a start that gave wrong weights waits so long to start anew")
+    cache: Path = Field(default=Path("~/.cache/rollgrid/versions"), description="versions on this node's disk")
     policy_wait_s: float = Field(default=10.0, ge=0, description="wait for the policy's desired version at start")
 
     # vLLM
@@ -81,7 +99,21 @@ class SamplerSettings(ServiceSettings):
     engine_stats: bool = Field(default=True, description="vLLM's own metrics, and the time of the first token")
     tensor_parallel: int = Field(default=1, ge=1)
     gpu_memory: float = Field(default=0.9, gt=0, le=1)
-    start_timeout_s: float = Field(default=600.0, gt=0)
+    start_timeout_s: float = Field(default=600.0, gt=0, description="also the longest load of other weights")
+    max_loras: int = Field(default=0, ge=0, description="LoRA versions that generate at once; 0 = LoRA off")
+    max_lora_rank: Literal[1, 8, 16, 32, 64, 128, 256, 320, 512] = 16
+    max_cpu_loras: int | None = Field(
+        default=None, ge=1, description="LoRA versions held ready, at least max_loras; None = max_loras"
+    )
+    cold_check_every: int | None = Field(
+        default=None,
+        ge=0,
+        description="a spare process loads every n-th version cold and compares; 0 = off; None = 10 on CPU, off on GPU",
+    )
+    cold_check_gpus: str | None = Field(
+        default=None, description="CUDA_VISIBLE_DEVICES of that process: the engine's own are full"
+    )
+    cold_check_timeout_s: float = Field(default=900.0, gt=0)
 
     # openai_http
     openai_url: str = "http://127.0.0.1:8000"
@@ -95,6 +127,27 @@ class SamplerSettings(ServiceSettings):
     scripted_latency_s: float = Field(default=0.0, ge=0, description="time to the first token")
     scripted_token_rate: float = Field(default=0.0, ge=0, description="tokens per second and sample; 0 = at once")
     scripted_faults: dict[int, Fault] = Field(default={}, description="fault drills: prompt token id → what it does")
+    scripted_weight_faults: dict[int, WeightFault] = Field(
+        default={}, description="fault drills: version → what goes wrong when it is applied to a running engine"
+    )
+
+    @model_validator(mode="after")
+    def _loras_agree(self) -> Self:
+        if self.max_cpu_loras is not None and not 1 <= self.max_loras <= self.max_cpu_loras:
+            raise ValueError(f"max_loras ({self.max_loras}) must be 1 .. max_cpu_loras ({self.max_cpu_loras})")
+        return self
+
+    @property
+    def lora_places(self) -> int:
+        """LoRA versions that may be loaded at once."""
+        return self.max_cpu_loras or self.max_loras
+
+    @property
+    def cold_checks(self) -> int:
+        """Every how many versions a cold load checks the fingerprint; 0 = never."""
+        if self.cold_check_every is None:
+            return 10 if self.device == "cpu" else 0
+        return self.cold_check_every
 
     @property
     def express_places(self) -> int:

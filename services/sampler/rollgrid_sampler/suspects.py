@@ -40,5 +40,20 @@ class Suspects:
             return more.starts
         raise Conflict(f"{group_id}: {ATTEMPTS} attempts to record a start were overtaken")
 
+    async def withdraw(self, group_id: str) -> None:
+        """One start less: it was ended on purpose."""
+        for _ in range(ATTEMPTS):
+            found = await self._table.get(group_id)
+            if found is None or found.value.starts <= 1:
+                await self._table.delete(group_id)
+                return
+            value = found.value
+            fewer = Suspect(group_id=group_id, starts=value.starts - 1, workers=value.workers[:-1])
+            try:
+                await self._table.update(group_id, fewer, found.revision)
+            except Conflict:
+                continue
+            return
+
     async def clear(self, group_id: str) -> None:
         await self._table.delete(group_id)

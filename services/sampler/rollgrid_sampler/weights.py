@@ -1,180 +1,307 @@
-"""Keeps the engine on the version that `rg_policies` desires.
+"""Keeps the worker's weights on what `rg_policies` desires, and says what they are.
 
 By level, not by message: the desired state is compared with what is loaded until they agree, so a
 lost wake-up cannot wedge it.  A version that fails to apply never advances the label; the old one
-answers on, or the process ends.
+answers on, or the process ends.  Weights that are not what they should be end it too (`Quarantined`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import shutil
-import tempfile
-import time
-from pathlib import Path
+import contextlib
+from collections.abc import Iterator
 
-from rollgrid_contracts import codec
-from rollgrid_contracts.checkpoints import (
-    MANIFEST_NAME,
-    CheckpointKind,
-    CheckpointManifest,
-    FileInfo,
-    PolicyState,
-    version_root,
-)
+from nats.aio.msg import Msg
+from rollgrid_contracts.checkpoints import AdoptedVersion, CheckpointKind, PolicyState
 from rollgrid_contracts.fleet import LoadedVersion
-from rollgrid_contracts.jobs import VersionRule, WeightConstraint
+from rollgrid_contracts.jobs import SampleGroup, VersionRule, VersionSpan, WeightConstraint
 from rollgrid_contracts.topology import POLICIES
 from rollgrid_runtime.blobs import Blobs
 from rollgrid_runtime.bus import Bus
-from rollgrid_runtime.errors import BusError, StorageError
+from rollgrid_runtime.errors import BusError, RollgridError, StorageError
 from rollgrid_runtime.kv import Table, Versioned, View
 from rollgrid_runtime.logging import get_logger
 
-from . import metrics
-from .engines.base import Engine, EngineDead, WeightsRefused
+from .desired import Wanted, choose, staleness, wanted
+from .engines.base import Engine, WeightsRefused
+from .fingerprints import Fingerprints
+from .folders import Folders
+from .pins import Pins
+from .proofs import Proofs, Quarantined
+from .reconciler import Reconciler
 from .settings import SamplerSettings
 
 log = get_logger(__name__)
-RETRY_S = 5.0
-WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.gguf")
-
-
-def met(constraint: WeightConstraint, loaded: int, state: PolicyState | None) -> bool:
-    """Whether the loaded version may serve a job that asks for `constraint`."""
-    match constraint.rule:
-        case VersionRule.LATEST:
-            return True
-        case VersionRule.EXACT:
-            return loaded == constraint.value
-        case VersionRule.MIN:
-            return loaded >= constraint.value
-        case VersionRule.MAX_STALENESS:
-            return staleness(loaded, state) <= constraint.value
-
-
-def staleness(loaded: int, state: PolicyState | None) -> int:
-    """Positions in the desired history between what is desired now and what is loaded."""
-    if state is None or loaded == state.desired:
-        return 0
-    history = [*state.history, state.desired] if state.desired not in state.history else list(state.history)
-    if loaded not in history:
-        return len(history)
-    return max(0, history.index(state.desired) - history.index(loaded))
+FIRST_RETRY_S = 0.5
+LAST_RETRY_S = 15.0
+LOOK_S = 10.0
+"""What is pinned, and LoRA versions that were still in use, are looked at so often."""
+SETTLE_S = 30.0
+"""A sample waits so long for the first look at the version it ended on."""
 
 
 class Weights:
-    """The reconciler of one policy.  `problem` says what is wrong, None = as desired."""
+    """`problem` says what keeps the worker from what is desired, None = nothing; `quarantined` why it is out.
 
-    def __init__(self, bus: Bus, blobs: Blobs, engine: Engine, settings: SamplerSettings) -> None:
-        self._blobs, self._engine, self._settings = blobs, engine, settings
+    `changed` is set whenever the lease should say something else.
+    """
+
+    def __init__(self, bus: Bus, blobs: Blobs, engine: Engine, settings: SamplerSettings, worker: str) -> None:
+        self._bus, self._engine, self._settings, self._worker = bus, engine, settings, worker
         self._table: Table[PolicyState] = Table(bus, POLICIES, PolicyState)
         self._view: View[PolicyState] = View(bus, self._table)
         self._key = f"{settings.tenant}.{settings.policy}"
-        self._folders: dict[int, Path | None] = {}
+        self._found: Versioned[PolicyState] | None = None
+        self._pins = Pins(bus, settings.tenant, settings.policy)
+        self._asked: frozenset[int] = frozenset()
+        self._folders = Folders(blobs, settings)
+        self.changed = asyncio.Event()
         self._observed = 0
-        self.problem: str | None = "not loaded yet"
+        self._started = False
+        self._proofs = Proofs(bus, Fingerprints(bus, settings.tenant, settings.policy, worker), self.changed.set)
+        self._reconciler = Reconciler(engine, self._folders, self._proofs, settings, self.changed.set)
+        self.ready = asyncio.Event()
+        self.quarantined: str | None = None
+        self._problem: str | None = "not loaded yet"
+
+    # -- what others ask ----------------------------------------------------------------------
 
     @property
     def state(self) -> PolicyState | None:
-        found = self._view.values.get(self._key)
+        found = self._view.values.get(self._key, self._found)
         return found.value if found is not None else None
 
+    @property
+    def problem(self) -> str | None:
+        return self._problem
+
+    @problem.setter
+    def problem(self, value: str | None) -> None:
+        if value != self._problem:
+            self._problem = value
+            self.changed.set()
+
+    @property
+    def swapping(self) -> bool:
+        return self._reconciler.swapping
+
+    @property
+    def behind(self) -> int:
+        """Positions between what is desired and what new requests get."""
+        return staleness(self._reconciler.current, self.state)
+
+    @property
+    def current(self) -> int:
+        return self._reconciler.current
+
     def loaded(self) -> tuple[LoadedVersion, ...]:
+        """The full weights, and the LoRA versions on them."""
         now = self._engine.loaded
         if now.version < 0:
             return ()
-        return (
+        found = {now.version: now.fingerprint, **now.adapters}
+        return tuple(
             LoadedVersion(
                 policy=self._settings.policy,
                 tenant=self._settings.tenant,
-                version=now.version,
-                fingerprint=now.fingerprint,
+                version=version,
+                fingerprint=fingerprint,
                 policy_revision=self._observed,
-            ),
+                kind=CheckpointKind.FULL if version == now.version else CheckpointKind.LORA,
+                base_version=0 if version == now.version else now.version,
+                current=version == self._reconciler.current,
+                confirmed=self._proofs.confirmed(version),
+                loaded_at=self._reconciler.loaded_at.get(version, 0.0),
+            )
+            for version, fingerprint in found.items()
         )
 
-    def met(self, constraint: WeightConstraint) -> bool:
-        return met(constraint, self._engine.loaded.version, self.state)
+    def choose(self, constraint: WeightConstraint) -> int | None:
+        """The loaded version that serves a job now, None = none of them may."""
+        now = self._engine.loaded
+        if now.version < 0:
+            return None
+        usable = [now.version, *(one for one in now.adapters if one not in self._reconciler.retiring)]
+        return choose(constraint, self._reconciler.current, usable, self.state)
 
-    async def first(self) -> tuple[int, Path | None]:
-        """The version to start with and its folder: the desired one, loaded cold."""
-        found = await self._wait_for_policy()
-        if found is None or found.value.desired == 0:
-            self._folders[0] = self._settings.model
-            self._observed = found.revision if found is not None else 0
-            return 0, self._settings.model
-        folder = await self._folder(found.value)
-        self._observed = found.revision
-        return found.value.desired, folder
+    def met(self, job: SampleGroup) -> bool:
+        """Whether the job may be begun now.  A group that needs one version does not begin on one that goes."""
+        version = self.choose(job.weights)
+        return version is not None and not (self._reconciler.holding_back and needs_one(job))
+
+    async def serves(self, job: SampleGroup) -> None:
+        """Wait until the job may be begun."""
+        while not self.met(job):
+            await self._reconciler.moved()
+
+    def is_adapter(self, version: int) -> bool:
+        return version in self._engine.loaded.adapters
+
+    def has(self, version: int) -> bool:
+        return version >= 0 and (version == self._engine.loaded.version or self.is_adapter(version))
+
+    async def moved(self, version: int, constraint: WeightConstraint) -> None:
+        """Wait until a request that runs on `version` would get another one."""
+        while self.choose(constraint) in (None, version):
+            await self._reconciler.moved()
+
+    @contextlib.contextmanager
+    def use(self, version: int) -> Iterator[None]:
+        """Of a LoRA version: it stays loaded.  Of the full weights: a swap waits (both within their grace)."""
+        with self._reconciler.uses.of(version):
+            yield
+
+    async def proven(self, spans: tuple[VersionSpan, ...]) -> bool:
+        """Wait for the first look at versions just applied; whether none of them was found wrong."""
+        try:
+            return await self._proofs.settled([span.version for span in spans], SETTLE_S)
+        except TimeoutError:
+            return False
+
+    def fingerprint(self, version: int) -> tuple[str | None, bool]:
+        """Of a loaded version, and whether a cold load gave the same; (None, False) of another."""
+        now = self._engine.loaded
+        found = now.fingerprint if version == now.version else now.adapters.get(version)
+        return found, found is not None and self._proofs.confirmed(version)
+
+    def committed_at(self, version: int) -> float:
+        """UNIX seconds at which the version was published, 0.0 = not known."""
+        return self._reconciler.committed_at.get(version, 0.0)
+
+    # -- life ---------------------------------------------------------------------------------
+
+    async def load(self) -> None:
+        """Start the engine on the full weights that are desired.  Raises EngineDead, Quarantined (see `heal`)."""
+        self._note(await self._wait_for_policy())
+        delay = FIRST_RETRY_S
+        while True:
+            try:
+                await self._reconciler.start(self._want().full)
+            except Quarantined as wrong:
+                self.quarantined = wrong.message
+                raise
+            except (StorageError, WeightsRefused, OSError) as error:
+                self.problem = f"not loaded: {error}"
+                log.error("weights_not_loaded", error=str(error))
+                await asyncio.sleep(delay)
+                delay = min(2 * delay, LAST_RETRY_S)
+                self._note(await self._read() or self._found)
+                continue
+            self._started = True
+            return
 
     async def follow(self) -> None:
-        """Reconcile until cancelled.  Raises EngineDead."""
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self._view.follow())
-            group.create_task(self._reconcile())
+        """Catch up, set `ready`, then reconcile until cancelled.  Raises EngineDead, Quarantined in a group."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._view.follow())
+                group.create_task(self._listen_to_pins())
+                await self._catch_up()
+                group.create_task(self._reconcile())
+                group.create_task(self._proofs.watch())
+        except BaseExceptionGroup as failed:
+            wrong, _ = failed.split(Quarantined)
+            if wrong is not None:
+                self.quarantined = str(wrong.exceptions[0])
+                self.changed.set()
+            raise
+
+    async def heal(self) -> None:
+        """Quarantined and out of rotation: mend what is on disk, so that a new process loads it clean.
+
+        Before one starts anew over weights that were wrong from the start and whose files are good, time
+        passes: the fleet's record may be what is wrong, and be replaced yet.
+        """
+        damaged: tuple[str, ...] = ()
+        try:
+            damaged = await self._folders.repair()
+        except (RollgridError, OSError) as error:
+            log.error("staged_files_not_checked", error=str(error))
+        if damaged:
+            log.error("staged_files_replaced", files=damaged)
+        elif not self._started:
+            await asyncio.sleep(self._settings.heal_s)
+
+    def release(self) -> None:
+        self._folders.release()
+
+    # -- reconciling --------------------------------------------------------------------------
+
+    async def _catch_up(self) -> None:
+        """Until everything desired is loaded; a worker that joins during a refresh is not ready before."""
+        delay = FIRST_RETRY_S
+        while True:
+            self._note(await self._read() or self._found)
+            seen = self._found
+            try:
+                await self._refresh_asked()
+                await self._reconciler.converge(self._want(), cold=True)
+            except WeightsRefused as error:  # by the engine, for good: others serve the old version too
+                self.problem = f"not caught up: {error.message}"
+                break
+            except (StorageError, OSError) as error:
+                self.problem = f"not caught up: {error}"
+                log.error("weights_not_caught_up", error=str(error))
+                await asyncio.sleep(delay)
+                delay = min(2 * delay, LAST_RETRY_S)
+                continue
+            self._agreed(seen)
+            fresh = await self._read()
+            if fresh is None or seen is None or fresh.revision == seen.revision:
+                break
+        self.ready.set()
 
     async def _reconcile(self) -> None:
-        self.problem = None
+        delay = FIRST_RETRY_S
         while True:
             self._view.changed.clear()
-            found = self._view.values.get(self._key)
-            wait: float | None = None
-            if found is not None:
-                agreed = found.value.desired == self._engine.loaded.version or await self._advance(found)
-                if agreed:
-                    self.problem, self._observed = None, found.revision
-                else:
-                    wait = RETRY_S
+            self._note(self._view.values.get(self._key, self._found))
+            seen = self._found
+            wait = LOOK_S if self._engine.facts.max_loras else None
             try:
+                await self._refresh_asked()
+                await self._reconciler.converge(self._want())
+            except (StorageError, WeightsRefused, OSError) as error:
+                desired = seen.value.desired if seen is not None else 0
+                self.problem = f"version {desired}: {error}"
+                log.error("version_not_applied", version=desired, loaded=self.current, error=str(error))
+                wait, delay = delay, min(2 * delay, LAST_RETRY_S)
+            else:
+                self._agreed(seen)
+                delay = FIRST_RETRY_S
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait):
                     await self._view.changed.wait()
-            except TimeoutError:
-                continue
 
-    async def _advance(self, found: Versioned[PolicyState]) -> bool:
-        desired = found.value.desired
-        before = self._engine.loaded
-        try:
-            folder = await self._folder(found.value)
-            if folder is None:
-                raise WeightsRefused(f"no folder for version {desired}", intact=True)
-            begun = time.monotonic()
-            loaded = await self._engine.load_version(desired, folder, self._settings.swap_mode)
-            metrics.SWAP_SECONDS.observe(time.monotonic() - begun)
-        except (StorageError, WeightsRefused, OSError) as error:
-            self.problem = f"version {desired}: {error}"
-            metrics.SWAPS.labels("failed").inc()
-            log.error("version_not_applied", version=desired, loaded=before.version, error=str(error))
-            if isinstance(error, WeightsRefused) and not error.intact:
-                await self._restore(before.version)
-            return False
-        metrics.SWAPS.labels("applied").inc()
-        log.info("version_applied", version=loaded.version, fingerprint=loaded.fingerprint)
-        self._forget_old({before.version, desired, 0})
-        return True
+    def _agreed(self, seen: Versioned[PolicyState] | None) -> None:
+        self.problem = None
+        revision = seen.revision if seen is not None else 0
+        if revision != self._observed:
+            self._observed = revision
+            self.changed.set()
 
-    async def _restore(self, version: int) -> None:
-        """Put the old version's bytes back, whole; without them the process must start anew."""
-        folder = self._folders.get(version)
-        if folder is None:
-            raise EngineDead(f"the engine's weights are in doubt and version {version} is not at hand")
+    def _want(self) -> Wanted:
+        if self._found is None:  # nobody says what is desired: the folder this worker was given
+            return Wanted(0, AdoptedVersion(version=0))
+        places = self._engine.facts.max_loras if self._started else self._settings.lora_places
+        return wanted(self._found.value, self._worker, places, self._asked)
+
+    def _note(self, found: Versioned[PolicyState] | None) -> None:
+        self._found = found
+        self._proofs.recording = found is not None
+
+    async def _read(self) -> Versioned[PolicyState] | None:
         try:
-            await self._engine.load_version(version, folder, self._settings.swap_mode)
-        except WeightsRefused as error:
-            raise EngineDead(f"the engine's weights are in doubt: {error.message}") from error
-        log.warning("version_restored", version=version)
+            return await self._table.get(self._key)
+        except BusError as error:
+            log.warning("policy_unreadable", error=error.message)
+            return None
 
     async def _wait_for_policy(self) -> Versioned[PolicyState] | None:
         try:
             async with asyncio.timeout(self._settings.policy_wait_s):
                 while True:
-                    try:
-                        found = await self._table.get(self._key)
-                    except BusError as error:
-                        log.warning("policy_unreadable", error=error.message)
-                        found = None
+                    found = await self._read()
                     if found is not None:
                         return found
                     await asyncio.sleep(0.2)
@@ -182,81 +309,33 @@ class Weights:
             log.warning("policy_unknown", policy=self._key, waited_s=self._settings.policy_wait_s)
             return None
 
-    # -- folders ------------------------------------------------------------------------------
+    # -- pins ---------------------------------------------------------------------------------
 
-    async def _folder(self, state: PolicyState) -> Path | None:
-        """The local folder of the desired version, downloaded when it is not there yet."""
-        version = state.desired
-        if version not in self._folders:
-            if version == 0 and self._settings.model is not None:
-                self._folders[0] = self._settings.model
-            elif state.desired_prefix is not None:
-                self._folders[version] = await self._download(state, state.desired_prefix)
-        return self._folders.get(version)
-
-    async def _download(self, state: PolicyState, prefix: str) -> Path:
-        """Fetch the desired version: its files below `prefix`, over the base's configuration and tokenizer."""
-        prefix = prefix.rstrip("/") + "/"
-        key = version_root(state.tenant, state.policy, state.desired) + MANIFEST_NAME
-        data = await self._blobs.get(key)
-        if data is None:
-            raise StorageError(f"{key} does not exist")
-        manifest = codec.decode(data, CheckpointManifest, codec.JSON)
-        if manifest.kind is not CheckpointKind.FULL:
-            raise WeightsRefused(f"{manifest.kind.value} versions are not supported yet", intact=True)
-        root = self._settings.cache.expanduser() / self._settings.tenant / self._settings.policy
-        target = root / f"{manifest.version}-{hashlib.sha256(data).hexdigest()[:12]}"
-        if target.exists():
-            return target
-        root.mkdir(parents=True, exist_ok=True)
-        unfinished = Path(tempfile.mkdtemp(prefix=".fetching-", dir=root))
+    async def _refresh_asked(self) -> None:
+        """Which LoRA versions somebody holds a pin on; the last answer while nobody answers."""
+        state = self._found.value if self._found is not None else None
+        if state is None or not self._engine.facts.max_loras:
+            return
+        loras = {version.version for version in state.versions if version.kind is CheckpointKind.LORA}
         try:
-            link_base(self._settings.model, unfinished)
-            for file in manifest.files:
-                await self._fetch(prefix, file, unfinished)
-            settle(unfinished, target)
+            self._asked = await self._pins.asked(loras) if loras else frozenset()
+        except BusError as error:
+            log.warning("pins_unreadable", error=error.message)
+
+    async def _listen_to_pins(self) -> None:
+        if not self._engine.facts.max_loras:
+            return
+
+        async def heard(_: Msg) -> None:
+            self._view.changed.set()
+
+        subscription = await self._bus.subscribe_raw(self._pins.subject(), heard)
+        try:
+            await asyncio.Event().wait()
         finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
-        return target
-
-    async def _fetch(self, prefix: str, file: FileInfo, folder: Path) -> None:
-        name = Path(file.name).name
-        if name != file.name:
-            raise WeightsRefused(f"file name {file.name!r} leaves its folder", intact=True)
-        path = folder / name
-        path.unlink(missing_ok=True)
-        await self._blobs.download(prefix + file.name, path)
-        digest = await asyncio.to_thread(sha256_of, path)
-        if digest != file.sha256:
-            raise StorageError(f"{prefix}{file.name} does not match its digest")
-
-    def _forget_old(self, kept: set[int]) -> None:
-        """Delete downloads that are neither loaded nor the one before."""
-        for version in [v for v in self._folders if v not in kept]:
-            folder = self._folders.pop(version)
-            if folder is not None and folder != self._settings.model:
-                shutil.rmtree(folder, ignore_errors=True)
+            await self._bus.unsubscribe(subscription)
 
 
-def settle(unfinished: Path, target: Path) -> None:
-    """The folder appears whole; a neighbour that was first is as good."""
-    try:
-        unfinished.rename(target)
-    except OSError:
-        if not target.exists():
-            raise
-
-
-def link_base(base: Path | None, target: Path) -> None:
-    """Links to everything of the base folder that is not weights."""
-    if base is None:
-        return
-    weights = {path for pattern in WEIGHT_FILES for path in base.glob(pattern)}
-    for path in base.iterdir():
-        if path.is_file() and path not in weights:
-            (target / path.name).symlink_to(path.resolve())
-
-
-def sha256_of(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def needs_one(job: SampleGroup) -> bool:
+    """Whether one version must make all of the job."""
+    return job.pinned or job.weights.rule is VersionRule.EXACT

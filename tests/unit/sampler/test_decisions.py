@@ -16,11 +16,11 @@ from rollgrid_contracts.samples import FinishReason
 from rollgrid_contracts.subjects import PoolLane
 from rollgrid_sampler import lifeline
 from rollgrid_sampler.admission import judge
+from rollgrid_sampler.desired import met, staleness
 from rollgrid_sampler.engines.base import Generated, RequestFailed
 from rollgrid_sampler.lanes import parse_durable
 from rollgrid_sampler.resume import allowed
 from rollgrid_sampler.settings import EngineKind, Fault, SamplerSettings
-from rollgrid_sampler.weights import link_base, met, settle, staleness
 
 
 def policy(desired: int, history: tuple[int, ...]) -> PolicyState:
@@ -79,29 +79,6 @@ def test_durables_name_their_lanes() -> None:
     assert parse_durable("pabc", topology.pool_consumer(lane).durable) == lane
     for other in ("ledger-3", "pool_other_bulk_acme", "pool_pabc_urgent_acme", "pool_pabc_bulk_", "lane_w1"):
         assert parse_durable("pabc", other) is None
-
-
-def test_a_version_folder_takes_all_of_the_base_but_its_weights(tmp_path: Path) -> None:
-    base, target = tmp_path / "base", tmp_path / "made"
-    base.mkdir()
-    target.mkdir()
-    for name in ("config.json", "tokenizer.json", "model.safetensors", "model.safetensors.index.json"):
-        (base / name).write_text(name)
-    link_base(base, target)
-    assert sorted(p.name for p in target.iterdir()) == ["config.json", "tokenizer.json"]
-    assert (target / "config.json").read_text() == "config.json"
-    link_base(None, target)
-
-
-def test_a_neighbours_folder_is_as_good(tmp_path: Path) -> None:
-    mine, theirs = tmp_path / "mine", tmp_path / "theirs"
-    for folder in (mine, theirs):
-        folder.mkdir()
-        (folder / "x").write_text("x")
-    settle(mine, theirs)
-    assert theirs.exists()
-    with pytest.raises(FileNotFoundError):
-        settle(mine / "nothing", tmp_path / "nowhere")
 
 
 def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

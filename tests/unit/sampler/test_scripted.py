@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -108,14 +109,28 @@ async def test_tokens_follow_the_bytes_not_the_label(tmp_path: Path) -> None:
     assert other.token_ids == script(key, 0, len(other.token_ids), 512, EOS, 0.01)[0].tolist()
 
 
-@pytest.mark.parametrize("mode", list(OnRefresh))
-async def test_a_swap_while_generating(tmp_path: Path, mode: OnRefresh) -> None:
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize(
+    ("mode", "bias", "expected"),
+    [
+        (OnRefresh.WAIT, {}, [0]),
+        (OnRefresh.ABORT, {}, [0, 1]),
+        (OnRefresh.ABORT, {"7": 0.0}, [1]),
+        (OnRefresh.KEEP, {"7": 0.0}, [0, 1]),
+    ],
+)
+async def test_a_swap_while_generating(
+    tmp_path: Path, mode: OnRefresh, bias: dict[str, float], expected: list[int], own: bool
+) -> None:
+    """`own`: the request says so itself, whatever the load says."""
     a, b = folder(tmp_path / "a", b"one"), folder(tmp_path / "b", b"two")
     subject = engine(scripted_token_rate=200.0, scripted_eos_rate=0.0)
     await subject.start(0, a)
-    running = asyncio.create_task(subject.generate(request()))
+    asked = msgspec.structs.replace(request(logit_bias=bias), on_refresh=mode if own else None)
+    running = asyncio.create_task(subject.generate(asked))
     await asyncio.sleep(0.1)
-    await subject.load_version(1, b, mode)
+    other = OnRefresh.ABORT if mode is OnRefresh.WAIT else OnRefresh.WAIT
+    await subject.load_version(1, b, other if own else mode)
     result = await running
     spans = [(s.version, s.start, s.end) for s in result.version_spans]
     streams = {
@@ -126,7 +141,6 @@ async def test_a_swap_while_generating(tmp_path: Path, mode: OnRefresh) -> None:
         assert result.token_ids[start:end] == streams[version][start:end]
     assert spans[0][1] == 0
     assert spans[-1][2] == len(result.token_ids) == 50
-    expected = {OnRefresh.WAIT: [0], OnRefresh.ABORT: [1], OnRefresh.KEEP: [0, 1]}[mode]
     assert [version for version, _, _ in spans] == expected
 
 

@@ -1,6 +1,7 @@
 """An engine that needs no model: every token and logprob is a hash, known in advance to whoever checks.
 
-`token, logprob = H(digest of the weights file really applied, sample seed or id, index, position)`:
+`token, logprob = H(digest of the weights files really applied, sample seed or id, index, position)`
+(of a LoRA version its own bytes and those it lies on):
 independent of the version's label and of earlier tokens, so that a lying label, a lost token or a
 swapped sample is caught by recomputing.  It serves dry runs, load tests and fault drills
 (`SamplerSettings.scripted_faults`), and says "scripted" wherever it answers.  Its text is one
@@ -15,6 +16,7 @@ import os
 import signal
 import time
 from array import array
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,10 +30,11 @@ from rollgrid_runtime.logging import get_logger
 
 from rollgrid_sampler import alternatives
 from rollgrid_sampler.resume import continuable
-from rollgrid_sampler.settings import Fault, SamplerSettings
+from rollgrid_sampler.settings import Fault, SamplerSettings, WeightFault
 from rollgrid_sampler.transcript import Transcript
 
 from .base import (
+    AdapterGone,
     Delta,
     EngineDead,
     EngineFacts,
@@ -58,14 +61,42 @@ _COUNTER = np.arange(1, 4097, dtype=np.uint64) * _GOLDEN
 """The first positions' counters, made once: most samples are shorter."""
 
 
-def weights_digest(folder: Path | None) -> bytes:
-    """sha256 over the safetensors files of `folder` in name order; a constant without a folder."""
-    digest = hashlib.sha256(b"rollgrid-scripted-1")
-    files = sorted(folder.glob("*.safetensors")) if folder is not None else []
-    for path in files:
+def file_digests(folder: Path | None) -> dict[str, bytes]:
+    """sha256 of each safetensors file of `folder`, by name."""
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")) if folder is not None else []:
         with path.open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    return digest.digest()
+            found[path.name] = hashlib.file_digest(file, "sha256").digest()
+    return found
+
+
+def combined(files: Mapping[str, bytes]) -> bytes:
+    """One digest over the files' in name order; a constant without any."""
+    return hashlib.sha256(b"rollgrid-scripted-1" + b"".join(files[name] for name in sorted(files))).digest()
+
+
+def weights_digest(folder: Path | None) -> bytes:
+    """What the tokens of the weights in `folder` derive from."""
+    return combined(file_digests(folder))
+
+
+def adapter_digest(weights: bytes, files: Mapping[str, bytes]) -> bytes:
+    """What the tokens of a LoRA version derive from: its own bytes and those it lies on."""
+    return hashlib.sha256(b"rollgrid-scripted-lora-1" + weights + combined(files)).digest()
+
+
+def mixed(before: Mapping[str, bytes], after: Mapping[str, bytes], fault: WeightFault | None) -> dict[str, bytes]:
+    """The bytes that a faulty apply leaves."""
+    match fault:
+        case WeightFault.LABEL_FIRST:
+            return dict(before)
+        case WeightFault.STALE_TENSOR:
+            first = min(after)
+            return {**after, first: before.get(first, after[first])}
+        case WeightFault.CRASH_MID_APPLY:
+            log.warning("fault_drill", fault=fault.value)
+            os.kill(os.getpid(), signal.SIGKILL)
+    return dict(after)
 
 
 def sample_key(digest: bytes, sample: str, index: int, seed: int | None) -> int:
@@ -210,16 +241,29 @@ class Play:
         self._on_delta(delta)
 
     def interrupt(self, *, restart: bool) -> None:
-        """Other weights are loaded: what has come out stays, unless it is to start again."""
-        sent_on = self.streamed and self._told > 0 and continuable(self._request.sampling)
-        if restart and not sent_on:
+        """Other weights are loaded: what has come out stays, unless `restart` and going on behind it is not exact."""
+        kept = self._out
+        if restart and not (kept and continuable(self._request.sampling)):
             self._start(Sent())
             if self._on_delta is not None:
                 self._on_delta(Delta(offset=0, token_ids=[], logprobs=array("f")))
             return
-        kept = self._told if self.streamed else self._due
         self._tokens, self._logprobs = self._tokens[:kept], self._logprobs[:kept]
         self._seams = [seam for seam in self._seams if seam[1] < kept]
+
+    @property
+    def _out(self) -> int:
+        """Tokens that somebody has."""
+        return self._told if self.streamed else self._due
+
+    def so_far(self) -> Sent:
+        """What has come out, for others to continue behind."""
+        kept = self._out
+        return Sent(
+            token_ids=self._tokens[:kept].tolist(),
+            logprobs=array("f", self._logprobs[:kept].tobytes()),
+            version_spans=self._spans(kept),
+        )
 
     def finish(self) -> Generated:
         ended = self._cut
@@ -254,22 +298,47 @@ class Play:
         )
 
 
+class Flight:
+    """One request in the engine's hands.  `interrupt` tells its play that other weights are there, or none."""
+
+    def __init__(self, request: GenerationRequest) -> None:
+        self.request = request
+        self.wake = asyncio.Event()
+        self.gone = False
+        self.restart = False
+
+    def waits(self, mode: OnRefresh) -> bool:
+        """Whether it ends before a refresh by `mode`."""
+        return (self.request.on_refresh or mode) is OnRefresh.WAIT
+
+    def interrupt(self, mode: OnRefresh, *, gone: bool = False) -> None:
+        self.restart = (self.request.on_refresh or mode) is not OnRefresh.KEEP
+        self.gone = self.gone or gone
+        self.wake.set()
+
+
 class ScriptedEngine:
-    """See `base.Engine`."""
+    """See `base.Engine`.  `_files` are the digests of the bytes really applied, whatever the label says."""
 
     def __init__(self, settings: SamplerSettings) -> None:
         self._settings = settings
+        self._files: dict[str, bytes] = {}
         self._digest = b""
+        self._adapters: dict[int, dict[str, bytes]] = {}
         self._loaded = Loaded(version=-1)
         self._dead = False
-        self._running = 0
-        self._idle = asyncio.Event()
+        self._flights: set[Flight] = set()
+        self._landed = asyncio.Event()
         self._open = asyncio.Event()
-        self._swapped = asyncio.Event()
-        self._restart = False
         self._swap = asyncio.Lock()
         context = settings.max_model_len or DEFAULT_CONTEXT
-        self._facts = EngineFacts(name="scripted", max_model_len=context, vocab_size=settings.scripted_vocab)
+        self._facts = EngineFacts(
+            name="scripted",
+            max_model_len=context,
+            vocab_size=settings.scripted_vocab,
+            max_loras=settings.lora_places,
+            fingerprint_class="scripted-1",
+        )
 
     @property
     def facts(self) -> EngineFacts:
@@ -280,9 +349,8 @@ class ScriptedEngine:
         return self._loaded
 
     async def start(self, version: int, folder: Path | None) -> None:
-        self._digest = await asyncio.to_thread(weights_digest, folder)
-        self._loaded = Loaded(version=version, fingerprint=_fingerprint(self._digest))
-        self._idle.set()
+        self._files = await asyncio.to_thread(file_digests, folder)
+        self._label(version)
         self._open.set()
 
     @property
@@ -299,64 +367,117 @@ class ScriptedEngine:
     async def generate(self, request: GenerationRequest, on_delta: OnDelta | None = None) -> Generated:
         await self.health()
         fault = self._fault(request.prompt_token_ids)
-        await self._open.wait()
-        self._running += 1
-        self._idle.clear()
+        while not self._open.is_set():
+            await self._open.wait()
+        flight = Flight(request)
+        self._flights.add(flight)
         try:
             if fault is not None:
                 await self._drill(fault)
-            result = await self._play(request, on_delta, empty=fault is Fault.EMPTY)
+            result = await self._play(flight, on_delta, empty=fault is Fault.EMPTY)
             result.prompt_logprobs = self._prompt_logprobs(request)
             return result
         finally:
-            self._running -= 1
-            if not self._running:
-                self._idle.set()
+            self._flights.discard(flight)
+            self._landed.set()
 
-    async def add_adapter(self, version: int, folder: Path) -> Loaded:
-        raise WeightsRefused("LoRA versions are not offered", intact=True)
-
-    async def remove_adapter(self, version: int, mode: OnRefresh) -> Loaded:
-        return self.loaded
+    # -- weights ------------------------------------------------------------------------------
 
     async def load_version(self, version: int, folder: Path, mode: OnRefresh) -> Loaded:
         async with self._swap:
-            try:
-                digest = await asyncio.to_thread(weights_digest, folder)
-            except OSError as error:
-                raise WeightsRefused(f"version {version}: {error}", intact=True) from error
+            files = await self._read(version, folder)
             self._open.clear()
             try:
-                if mode is OnRefresh.WAIT:
-                    try:
-                        async with asyncio.timeout(self._settings.swap_deadline_s):
-                            await self._idle.wait()
-                    except TimeoutError:
-                        mode = OnRefresh.ABORT
-                self._digest, self._restart = digest, mode is OnRefresh.ABORT
-                self._loaded = Loaded(version=version, fingerprint=_fingerprint(digest))
-                swapped, self._swapped = self._swapped, asyncio.Event()
-                swapped.set()
+                await self._until_landed(lambda flight: flight.waits(mode))
+                fault = self._settings.scripted_weight_faults.get(version)
+                if fault is WeightFault.SLOW_APPLY:
+                    await asyncio.sleep(1.0)
+                self._files = mixed(self._files, files, fault)
+                self._adapters.clear()
+                self._label(version)
+                for flight in self._flights:
+                    flight.interrupt(mode, gone=flight.request.adapter is not None)
             finally:
                 self._open.set()
             return self._loaded
 
+    async def add_adapter(self, version: int, folder: Path) -> Loaded:
+        async with self._swap:
+            if version not in self._adapters and len(self._adapters) >= self._facts.max_loras:
+                raise WeightsRefused(f"{self._facts.max_loras} LoRA versions are loaded already", intact=True)
+            files = await self._read(version, folder)
+            fault = self._settings.scripted_weight_faults.get(version)
+            if fault is WeightFault.SLOW_APPLY:
+                await asyncio.sleep(1.0)
+            newest = max(self._adapters, default=None)
+            before = self._adapters[newest] if newest is not None else {}
+            self._adapters[version] = mixed(before, files, fault)
+            self._label(self._loaded.version)
+            return self._loaded
+
+    async def remove_adapter(self, version: int, mode: OnRefresh) -> Loaded:
+        async with self._swap:
+            if mode is OnRefresh.WAIT:
+                await self._until_landed(lambda flight: flight.request.adapter == version)
+            self._adapters.pop(version, None)
+            self._label(self._loaded.version)
+            for flight in self._flights:
+                if flight.request.adapter == version:
+                    flight.interrupt(OnRefresh.ABORT, gone=True)
+            return self._loaded
+
+    async def _read(self, version: int, folder: Path) -> dict[str, bytes]:
+        try:
+            files = await asyncio.to_thread(file_digests, folder)
+        except OSError as error:
+            raise WeightsRefused(f"version {version}: {error}", intact=True) from error
+        if self._settings.scripted_weight_faults.get(version) is WeightFault.REFUSE:
+            raise WeightsRefused(f"version {version}: a fault drill refused it", intact=True)
+        return files
+
+    async def _until_landed(self, waited_for: Callable[[Flight], bool]) -> None:
+        """Until none of these is under way; at the deadline they are interrupted as the others."""
+        try:
+            async with asyncio.timeout(self._settings.swap_deadline_s):
+                while any(map(waited_for, self._flights)):
+                    self._landed.clear()
+                    await self._landed.wait()
+        except TimeoutError:
+            log.warning("swap_wait_too_long", deadline_s=self._settings.swap_deadline_s)
+
+    def _label(self, version: int) -> None:
+        """The label and what the probes would give, which is of the bytes."""
+        self._digest = combined(self._files)
+        adapters = {one: _fingerprint(adapter_digest(self._digest, files)) for one, files in self._adapters.items()}
+        self._loaded = Loaded(version=version, fingerprint=_fingerprint(self._digest), adapters=dict(adapters))
+
     # -- one sample ---------------------------------------------------------------------------
 
-    async def _play(self, request: GenerationRequest, on_delta: OnDelta | None, empty: bool) -> Generated:
-        settings, sampling = self._settings, request.sampling
+    def _weights(self, request: GenerationRequest) -> tuple[bytes, int]:
+        """Digest and label of what the request runs on.  Raises AdapterGone."""
+        adapter = request.adapter
+        if adapter is None:
+            return self._digest, self._loaded.version
+        if adapter not in self._adapters:
+            raise AdapterGone(adapter, request.sent)
+        return adapter_digest(self._digest, self._adapters[adapter]), adapter
+
+    async def _play(self, flight: Flight, on_delta: OnDelta | None, empty: bool) -> Generated:
+        settings, request, sampling = self._settings, flight.request, flight.request.sampling
         limit = 0 if empty else min(sampling.max_tokens, self._facts.max_model_len - len(request.prompt_token_ids))
         if limit < 0:
             raise RequestFailed("the prompt fills the context", ErrorCode.CONTEXT_LENGTH_EXCEEDED, field="prompt")
         play = Play(settings, request, limit, on_delta)
         while True:
-            swapped = self._swapped
-            play.script(self._digest, self._loaded.version)
-            if not await self._elapse(play, swapped):
+            flight.wake.clear()
+            play.script(*self._weights(request))
+            if not await self._elapse(play, flight.wake):
                 return play.finish()
-            play.interrupt(restart=self._restart)
+            if flight.gone:
+                raise AdapterGone(request.adapter or 0, play.so_far())
+            play.interrupt(restart=flight.restart)
 
-    async def _elapse(self, play: Play, swapped: asyncio.Event) -> bool:
+    async def _elapse(self, play: Play, wake: asyncio.Event) -> bool:
         """Take the time that the tokens take; True when new weights came meanwhile."""
         if play.ends_at <= time.time():
             await asyncio.sleep(0)
@@ -364,7 +485,7 @@ class ScriptedEngine:
         while (wait := play.ends_at - time.time()) > 0:
             try:
                 async with asyncio.timeout(min(wait, STREAM_STEP_S) if play.streamed else wait):
-                    await swapped.wait()
+                    await wake.wait()
             except TimeoutError:
                 play.tell()
                 continue
@@ -377,7 +498,7 @@ class ScriptedEngine:
         if asked is None:
             return None
         settings = self._settings
-        key = sample_key(self._digest, f"prompt:{prompt}", 0, None)
+        key = sample_key(self._weights(request)[0], f"prompt:{prompt}", 0, None)
         _, values = script(key, 1, len(prompt), settings.scripted_vocab, settings.scripted_eos_id, 0.0)
         ids = np.array(prompt[1:], dtype=np.uint32)
         return PromptLogprobs(
