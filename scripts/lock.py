@@ -25,8 +25,9 @@ FILES = (BUILD, SERVICES, ENGINE_CPU)
 
 ENGINE_EXTRAS = {("rollgrid-sampler", "cpu"), ("rollgrid", "models")}
 """Extras that need torch: they are locked with the engine."""
-UNLOCKED_EXTRAS = {("rollgrid-sampler", "cuda")}
-"""The CUDA engine is never in one environment with the CPU one and brings its own torch."""
+UNLOCKED_EXTRAS = {("rollgrid-sampler", "cuda"), ("rollgrid", "trl")}
+"""The CUDA engine is never in one environment with the CPU one and brings its own torch; trainers have
+environments of their own (tests/clients/requirements)."""
 
 FOREIGN = re.compile(r"://|--(?:extra-)?index-url|--find-links|/(?:home|root|opt|work|tmp|usr)/")
 """Marks of the machine that made a file; none may be committed."""

@@ -77,7 +77,9 @@ def _add_torch(folder: Path, install: tuple[str, ...]) -> None:
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         torch = importlib.metadata.distribution("torch")
         if f"torch=={torch.version}" in TORCH.read_text().splitlines():
-            _link(torch, Path(_run(str(folder / "bin" / "python"), "-c", "import site; print(site.getsitepackages()[0])")))
+            _link(
+                torch, Path(_run(str(folder / "bin" / "python"), "-c", "import site; print(site.getsitepackages()[0])"))
+            )
             return
     index = ("--extra-index-url", TORCH_INDEX) if TORCH_INDEX else ()
     _run(*install, *index, "--requirement", str(TORCH))
