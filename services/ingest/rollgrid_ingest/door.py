@@ -22,6 +22,7 @@ from .auth import Keys, Principal, Scope
 from .catalog import Catalog
 from .commits import Commits
 from .fleet import Fleet
+from .freshness import Freshness
 from .handler import Handler
 from .idempotency import body_digest, checked_key
 from .ledger_client import LedgerClient
@@ -50,6 +51,7 @@ class Parts:
     handler: Handler
     replies: Replies
     results: Results
+    freshness: Freshness
     ledger: LedgerClient
     fleet: Fleet
     uploads: Uploads

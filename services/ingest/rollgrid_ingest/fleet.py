@@ -13,6 +13,7 @@ from rollgrid_runtime.kv import Table, Versioned
 from rollgrid_runtime.reading import consumer_lags
 
 from .catalog import SHARED
+from .policy_answers import live_versions
 from .rollout_schema import PolicyAnswer, QueueAnswer
 
 FRESH_S = 0.25
@@ -65,6 +66,7 @@ class Fleet:
             rollout=state.rollout,
             newest_at=state.newest_at,
             refresh_due=state.refresh_due,
+            versions=live_versions(state, workers),
         )
 
     async def queues(self) -> dict[str, QueueAnswer]:

@@ -28,11 +28,12 @@ log = get_logger(__name__)
 
 
 class Record(NamedTuple):
-    """A closed group under its cursor, as stored (`packed`, msgpack) or as read from the archive (`read`)."""
+    """A closed group under its cursor, as stored in msgpack (`packed`), or decoded (`read`) from JSON or the archive."""
 
     cursor: int
     packed: bytes | None = None
     read: GroupClosed | None = None
+    archived: bool = False
 
     @property
     def group(self) -> GroupClosed:
@@ -176,7 +177,7 @@ class Results:
         if reached <= cursor:
             return None
         records = [
-            Record(sequence, None, group)
+            Record(sequence, None, group, archived=True)
             for sequence, group in page.groups
             if sequence < before and _in_scope(scope, group.batch_id)
         ]

@@ -10,6 +10,7 @@ from rollgrid_contracts.fleet import WorkerState
 from rollgrid_contracts.trajectories import GroupClosed
 
 from .openai_schema import WeightsRequest
+from .policy_answers import LiveVersion
 from .sampling import SamplingFields
 
 
@@ -118,10 +119,14 @@ class ProgressAnswer(msgspec.Struct, kw_only=True):
 
 
 class PageItem(msgspec.Struct, kw_only=True):
-    """A closed group under its cursor, the RG_TRAJECTORIES sequence."""
+    """A closed group under its cursor, the RG_TRAJECTORIES sequence.
+
+    `staleness`: positions between the version desired now and the oldest that made any token; null = no token.
+    """
 
     cursor: int
     group: GroupClosed
+    staleness: int | None = None
 
 
 class RawPageItem(msgspec.Struct, kw_only=True):
@@ -129,6 +134,7 @@ class RawPageItem(msgspec.Struct, kw_only=True):
 
     cursor: int
     group: msgspec.Raw
+    staleness: int | None = None
 
 
 class PageAnswer(msgspec.Struct, kw_only=True):
@@ -193,6 +199,7 @@ class PolicyAnswer(msgspec.Struct, kw_only=True):
     rollout: Rollout | None = None
     newest_at: float = 0.0
     refresh_due: float = 0.0
+    versions: list[LiveVersion] = []
 
 
 class PolicyList(msgspec.Struct, kw_only=True):

@@ -180,14 +180,17 @@ async def _read(
     wait_s = min(wait_s, door.settings.max_wait_s)
     with door.readers.holding(scope.tenant) if wait_s > 0 else contextlib.nullcontext():
         page = await door.results.page(scope, start if cursor is None else cursor, limit, wait_s)
-    return _page_response(page, codec.MSGPACK in accept)
+    stale = [door.freshness.consumed(scope.tenant, record) for record in page.records]
+    return _page_response(page, stale, codec.MSGPACK in accept)
 
 
-def _page_response(page: ResultPage, packed: bool) -> Response:
+def _page_response(page: ResultPage, stale: list[int | None], packed: bool) -> Response:
+    """`stale`: the staleness of each group of the page."""
+    records = list(zip(page.records, stale, strict=True))
     if packed:
-        raw = [RawPageItem(cursor=record.cursor, group=msgspec.Raw(record.msgpack)) for record in page.records]
+        raw = [RawPageItem(cursor=r.cursor, group=msgspec.Raw(r.msgpack), staleness=behind) for r, behind in records]
         return msgpack_response(RawPageAnswer(groups=raw, cursor=page.cursor, done=page.done))
-    items = [PageItem(cursor=record.cursor, group=record.group) for record in page.records]
+    items = [PageItem(cursor=record.cursor, group=record.group, staleness=behind) for record, behind in records]
     return json_response(PageAnswer(groups=items, cursor=page.cursor, done=page.done))
 
 
@@ -198,6 +201,7 @@ async def _events(request: Request, scope: ReadScope, cursor: int, limit: int) -
         yield b": rollgrid trajectories\n\n"
         async for page in door.results.follow(scope, cursor, limit, door.settings.keep_alive_s):
             for record in page.records:
+                door.freshness.consumed(scope.tenant, record)
                 data = codec.encode(record.group, codec.JSON)
                 yield b"event: group\nid: %d\ndata: %b\n\n" % (record.cursor, data)
             if page.done:

@@ -26,6 +26,7 @@ from .catalog import Catalog
 from .commits import Commits
 from .door import Parts
 from .fleet import Fleet
+from .freshness import Freshness
 from .handler import Handler
 from .ledger_client import LedgerClient
 from .pacing import Pacing
@@ -102,6 +103,7 @@ class IngestService:
             handler=handler,
             replies=Replies(bus, ledger, results, poll_s=settings.reply_poll_s, grace_s=settings.reply_grace_s),
             results=results,
+            freshness=Freshness(catalog),
             ledger=ledger,
             fleet=fleet,
             uploads=uploads,
