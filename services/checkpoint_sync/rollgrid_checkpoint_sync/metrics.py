@@ -24,7 +24,17 @@ PUBLISH_LAG = Histogram(
 FAILURES = Counter("rollgrid_checkpoint_sync_failures_total", "Rounds of a policy that failed", ["step"])
 UNSETTLED = Gauge("rollgrid_checkpoint_sync_unsettled_policies", "Policies not registered or not reconciled")
 
+ROLLOUTS = Counter("rollgrid_checkpoint_sync_rollouts_total", "Rollouts that ended", ["policy", "outcome"])
+
 
 def state(key: str, policy: PolicyState) -> None:
     DESIRED.labels(key).set(policy.desired)
     NEWEST.labels(key).set(policy.newest)
+
+
+def adopted(key: str, policy: PolicyState) -> None:
+    """Of a policy whose newest version has just become desired."""
+    state(key, policy)
+    newest = policy.versions[-1]
+    if newest.committed_at:
+        PUBLISH_LAG.observe(max(0.0, newest.adopted_at - newest.committed_at))

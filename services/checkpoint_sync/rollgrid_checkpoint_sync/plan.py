@@ -1,8 +1,9 @@
 """What should run: pure decisions over a policy's state.
 
 Versions only ever advance on their own: a version becomes desired when it is verified and newer
-than all before it.  Going back is a decision of somebody, never of this module's own accord, and
-holds until something newer than everything seen so far is published.
+than all before it.  Going back is a decision of somebody or of a failed rollout, never repented by
+itself: it holds until something newer than everything seen so far is published.  How a version
+reaches the workers is `rollout`'s matter.
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import msgspec
-from rollgrid_contracts.checkpoints import PolicyState
+from rollgrid_contracts.checkpoints import AdoptedVersion, PolicyState, RolloutRequest
 from rollgrid_contracts.failures import Boundary, ErrorCode
 from rollgrid_runtime.errors import RollgridError
+from rollgrid_weights.rollback import roll_back
+
+from . import rollout
 
 _KEY = re.compile(r"checkpoints/([^/]+)/([^/]+)/([1-9][0-9]{0,17})/(manifest\.json|refused\.json)")
 
@@ -45,6 +49,30 @@ class StaleVersion(RollgridError):
         )
 
 
+class BaseGone(RollgridError):
+    """What a version builds on has been collected between its publication and its turn."""
+
+    def __init__(self, adopted: AdoptedVersion) -> None:
+        super().__init__(
+            ErrorCode.VERSION_GONE,
+            f"version {adopted.version} builds on version {adopted.base_version}, whose files are gone",
+            boundary=Boundary.WEIGHTS,
+            field="base_version",
+        )
+
+
+class RollbackPending(RollgridError):
+    """A rollout has failed and its reason is not recorded yet: that comes first."""
+
+    def __init__(self, state: PolicyState) -> None:
+        super().__init__(
+            ErrorCode.NOT_READY,
+            f"{state.tenant}.{state.policy} is going back to a version",
+            boundary=Boundary.WEIGHTS,
+            retry_after_s=1.0,
+        )
+
+
 class Stored(NamedTuple):
     """Versions of one policy found in S3: those with a manifest, and those with a refusal."""
 
@@ -68,32 +96,58 @@ def open_versions(state: PolicyState, found: Stored) -> list[int]:
     return sorted(found.published - found.refused - set(state.history))
 
 
-def adopt(state: PolicyState, version: int, prefix: str) -> PolicyState:
-    """The state once `version` is verified.  Raises StaleVersion unless it is newer than all before."""
-    if version <= state.newest:
-        raise StaleVersion(version, state.newest)
-    return msgspec.structs.replace(
-        state, desired=version, desired_prefix=prefix, newest=version, history=(*state.history, version)
-    )
+def adopt(
+    state: PolicyState,
+    adopted: AdoptedVersion,
+    asked: RolloutRequest,
+    now: float,
+    *,
+    deadline_s: float,
+    next_within_s: float | None = None,
+) -> PolicyState:
+    """The state once a version is verified; unchanged when it was adopted before.
 
-
-def roll_back(state: PolicyState, version: int, prefix: str | None) -> PolicyState:
-    """The state that goes back to an adopted version (0 = the base); `newest` stays, so nothing comes back by itself.
-
-    Raises RollgridError `version_unavailable` for one that never was adopted.
+    It replaces a version still on its way: the workers that were to have that one go on with this, and
+    all others keep what was last everywhere.  Raises StaleVersion unless it is newer than all before,
+    BaseGone, RollbackPending.
     """
-    if version not in state.history:
-        raise RollgridError(
-            ErrorCode.VERSION_UNAVAILABLE,
-            f"version {version} of {state.tenant}.{state.policy} was never adopted",
-            boundary=Boundary.WEIGHTS,
-            field="version",
-        )
-    if version == state.desired:
+    if adopted.version in state.history:
         return state
+    if adopted.version <= state.newest:
+        raise StaleVersion(adopted.version, state.newest)
+    if adopted.base_version and listed(state, adopted.base_version) is None:
+        raise BaseGone(adopted)
+    if state.rollout is not None and state.rollout.failure is not None:
+        raise RollbackPending(state)
+    committed = adopted.committed_at or now
+    previous = state.rollout.previous if state.rollout is not None else state.desired
     return msgspec.structs.replace(
-        state, desired=version, desired_prefix=prefix if version else None, history=(*state.history, version)
+        state,
+        kind=adopted.kind,
+        desired=adopted.version,
+        desired_prefix=adopted.prefix,
+        history=(*state.history, adopted.version),
+        newest=adopted.version,
+        versions=(*state.versions, msgspec.structs.replace(adopted, adopted_at=now)),
+        rollout=rollout.begun(adopted.version, previous, asked, deadline_s, now),
+        newest_at=committed,
+        refresh_due=committed + next_within_s if next_within_s else 0.0,
     )
+
+
+def finished(state: PolicyState) -> PolicyState:
+    """The state of a failed rollout once its reason is recorded: what was everywhere is desired again.
+
+    Raises WeightsError when that is gone, which garbage collection sees to that it is not.
+    """
+    if state.rollout is None or state.rollout.failure is None:
+        return state
+    return roll_back(state, state.rollout.previous)
+
+
+def listed(state: PolicyState, version: int) -> AdoptedVersion | None:
+    """A version whose files are there."""
+    return next((one for one in state.versions if one.version == version), None)
 
 
 def merge(existing: PolicyState | None, fresh: PolicyState, *, versions_exist: bool) -> PolicyState:
@@ -112,6 +166,10 @@ def merge(existing: PolicyState | None, fresh: PolicyState, *, versions_exist: b
             desired_prefix=existing.desired_prefix,
             history=existing.history,
             newest=existing.newest,
+            versions=existing.versions,
+            rollout=existing.rollout,
+            newest_at=existing.newest_at,
+            refresh_due=existing.refresh_due,
         )
     if versions_exist or existing.newest > 0:
         raise BaseChanged(existing, fresh.base_digest)

@@ -16,7 +16,8 @@ from rollgrid_runtime.provision import ensure_consumer
 from rollgrid_runtime.service import connections, instance_name
 
 from . import metrics
-from .handler import Handler
+from .fleet import Fleet
+from .handler import Handler, Terms
 from .plan import BaseChanged
 from .register import BadModel, LocalModel, read_model, register
 from .settings import CheckpointSyncSettings
@@ -24,6 +25,10 @@ from .watch import Watch
 
 log = get_logger(__name__)
 RETRY_S = 2.0
+LEASES_S = 10.0
+"""How long the first round waits to know the workers."""
+TICK_S = 1.0
+"""Deadlines of rollouts and of promised versions are looked at this often."""
 PROBE_PERIOD_S = 5.0
 STALE_S = 20.0
 
@@ -50,13 +55,23 @@ class CheckpointSyncService:
         self._bus, self._blobs = await self._stack.enter_async_context(connections(name))
         await ensure_consumer(self._bus, topology.CHECKPOINT_WATCH)
         self.table: Table[PolicyState] = Table(self._bus, topology.POLICIES, PolicyState)
-        self.handler = Handler(self.table, self._blobs, self.models, self.settings.scratch)
+        self.fleet = Fleet(self._bus)
+        self.handler = Handler(
+            self.table,
+            self._blobs,
+            self.models,
+            self.settings.scratch,
+            terms=self._terms,
+            workers=self.fleet.workers,
+        )
         self._watch = Watch(self._bus, self.settings.list_every_s)
         await self._probe()
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._watch.follow())
+            group.create_task(self.fleet.follow())
+            group.create_task(self._move_rollouts())
             group.create_task(self._probe_always())
             group.create_task(self._work())
 
@@ -81,8 +96,14 @@ class CheckpointSyncService:
 
     # -- work ---------------------------------------------------------------------------------
 
+    def _terms(self, key: str) -> Terms:
+        model = next(model for model in self.settings.models if model.key == key)
+        rollout = model.rollout or self.settings.rollout
+        return Terms(rollout.request(), rollout.deadline_s, model.cadence_s)
+
     async def _work(self) -> None:
         keys = [setting.key for setting in self.settings.models]
+        await self.fleet.known(LEASES_S)
         await self._round(keys)
         while True:
             await self._round(await self._watch.next(keys))
@@ -126,6 +147,27 @@ class CheckpointSyncService:
             self._unreconciled[key] = error.message
         else:
             self._unreconciled.pop(key, None)
+
+    async def _move_rollouts(self) -> None:
+        """Beside the verification, which may take minutes: whenever the fleet moves, and every second."""
+        while True:
+            self.fleet.changed.clear()
+            for key in list(self.models):
+                await self._move(key)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(TICK_S):
+                    await self.fleet.changed.wait()
+
+    async def _move(self, key: str) -> None:
+        state = self.fleet.policy(key)
+        if state is None or state.rollout is None:
+            return
+        try:
+            await self.handler.progress.advance(key)
+        except RollgridError as error:
+            log.warning("rollout_not_moved", policy=key, code=error.code, error=error.message)
+            metrics.FAILURES.labels("rollout").inc()
+            await asyncio.sleep(TICK_S)
 
     # -- readiness ----------------------------------------------------------------------------
 

@@ -7,7 +7,25 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from pydantic_settings import SettingsConfigDict
 from rollgrid_contracts import ids
+from rollgrid_contracts.checkpoints import OnDeadline, RolloutRequest
 from rollgrid_runtime.settings import ServiceSettings
+
+
+class RolloutSetting(BaseModel):
+    """How a version reaches the workers where its publisher does not say; all zero = all workers at once."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    canary: int = Field(default=0, ge=0, description="workers that get a version first and prove it")
+    canary_s: float = Field(default=0.0, ge=0, description="how long all canaries must run it without a complaint")
+    at_once: int = Field(default=0, ge=0, description="workers that change over at the same time after that; 0 = all")
+    deadline_s: float = Field(default=600.0, gt=0, description="from adoption to its being everywhere")
+    on_deadline: OnDeadline = OnDeadline.ALARM
+
+    def request(self) -> RolloutRequest:
+        return RolloutRequest(
+            canary=self.canary, canary_s=self.canary_s, at_once=self.at_once, on_deadline=self.on_deadline
+        )
 
 
 class ModelSetting(BaseModel):
@@ -23,6 +41,8 @@ class ModelSetting(BaseModel):
     aliases: tuple[str, ...] = ()
     tool_parser: str | None = Field(default=None, description="vLLM's name of its tool parser; None = no tools")
     reasoning_parser: str | None = Field(default=None, description="vLLM's name; None = reasoning is content")
+    cadence_s: float | None = Field(default=None, gt=0, description="a version is expected this often; None = never")
+    rollout: RolloutSetting | None = Field(default=None, description="None = the service's")
 
     @field_validator("name", "tool_parser", "reasoning_parser")
     @classmethod
@@ -51,6 +71,10 @@ class CheckpointSyncSettings(ServiceSettings):
     device: str = Field(default="cpu", pattern="^(cpu|cuda)$", description="device class of the pools")
     region: str = "local"
     list_every_s: float = Field(default=30.0, gt=0, description="how often S3 is listed for versions nobody announced")
+    collect_every_s: float = Field(default=300.0, gt=0, description="how often old versions are looked for and deleted")
+    keep_versions: int = Field(default=8, ge=1, description="newest versions kept, beside all that something needs")
+    upload_ttl_s: float = Field(default=24 * 3600.0, gt=0, description="uploads not committed by then are deleted")
+    rollout: RolloutSetting = RolloutSetting()
     scratch: Path | None = Field(default=None, description="versions are downloaded here to be verified; None = /tmp")
 
     @field_validator("models")

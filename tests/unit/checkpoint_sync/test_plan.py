@@ -7,9 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rollgrid_checkpoint_sync import plan
-from rollgrid_contracts.checkpoints import PolicyState
+from rollgrid_contracts.checkpoints import AdoptedVersion, CheckpointKind, PolicyState, Rollout, RolloutRequest
 from rollgrid_contracts.failures import ErrorCode
 from rollgrid_runtime.errors import RollgridError
+from rollgrid_weights.errors import WeightsError
+from rollgrid_weights.rollback import roll_back
 
 START = PolicyState(
     tenant="shared",
@@ -25,30 +27,51 @@ START = PolicyState(
 )
 
 
+def adopt(state: PolicyState, version: int, **changes: object) -> PolicyState:
+    adopted = msgspec.structs.replace(AdoptedVersion(version=version, prefix=f"{version}/"), **changes)
+    return plan.adopt(state, adopted, RolloutRequest(), 100.0, deadline_s=60)
+
+
 def test_adopting_and_rolling_back() -> None:
-    state = plan.adopt(plan.adopt(START, 1, "one/"), 3, "three/")
-    assert (state.desired, state.newest, state.history, state.desired_prefix) == (3, 3, (0, 1, 3), "three/")
-    back = plan.roll_back(state, 1, "one/")
-    assert (back.desired, back.newest, back.history, back.desired_prefix) == (1, 3, (0, 1, 3, 1), "one/")
-    assert plan.roll_back(back, 1, "one/") is back
-    base = plan.roll_back(back, 0, "ignored/")
-    assert (base.desired, base.desired_prefix) == (0, None)
+    state = adopt(adopt(START, 1), 3)
+    assert (state.desired, state.newest, state.history, state.desired_prefix) == (3, 3, (0, 1, 3), "3/")
+    assert [one.version for one in state.versions] == [1, 3]
+    back = roll_back(state, 1)
+    assert (back.desired, back.newest, back.history, back.desired_prefix) == (1, 3, (0, 1, 3, 1), "1/")
     assert plan.open_versions(back, plan.Stored(frozenset({1, 2, 3}), frozenset({2}))) == []
-    assert plan.adopt(back, 4, "four/").desired == 4
+    assert adopt(back, 4).desired == 4
 
 
-@pytest.mark.parametrize("version", [0, 1, 2, 3])
+@pytest.mark.parametrize("version", [0, 2])
 def test_older_versions_never_become_desired(version: int) -> None:
-    state = plan.roll_back(plan.adopt(plan.adopt(START, 1, "one/"), 3, "three/"), 1, "one/")
+    state = roll_back(adopt(adopt(START, 1), 3), 1)
     with pytest.raises(plan.StaleVersion) as caught:
-        plan.adopt(state, version, "x/")
+        adopt(msgspec.structs.replace(state, history=(1, 3, 1)), version)
     assert (caught.value.field, caught.value.limit) == ("version", "> 3")
 
 
-def test_rolling_back_to_what_never_was() -> None:
-    with pytest.raises(RollgridError) as caught:
-        plan.roll_back(START, 2, "two/")
-    assert caught.value.code is ErrorCode.VERSION_UNAVAILABLE
+def test_two_that_adopt_the_same_version_adopt_it_once() -> None:
+    """The second finds it done: no change, and above all no refusal."""
+    state = adopt(START, 1)
+    assert adopt(state, 1) is state
+    back = roll_back(adopt(state, 2), 1)
+    assert adopt(back, 2) is back, "nor does it come back by that"
+
+
+def test_an_adapter_whose_base_was_collected_meanwhile() -> None:
+    state = msgspec.structs.replace(adopt(adopt(START, 1), 2), versions=())
+    with pytest.raises(plan.BaseGone) as caught:
+        adopt(state, 3, kind=CheckpointKind.LORA, base_version=1)
+    assert (caught.value.code, caught.value.field) == (ErrorCode.VERSION_GONE, "base_version")
+    assert adopt(state, 3, kind=CheckpointKind.LORA, base_version=0).kind is CheckpointKind.LORA
+
+
+@pytest.mark.parametrize(("committed", "due"), [(50.0, 80.0), (0.0, 130.0)])
+def test_when_the_next_version_is_due(committed: float, due: float) -> None:
+    version = AdoptedVersion(version=1, prefix="1/", committed_at=committed)
+    state = plan.adopt(START, version, RolloutRequest(), 100.0, deadline_s=60, next_within_s=30.0)
+    assert (state.newest_at, state.refresh_due) == (committed or 100.0, due)
+    assert adopt(state, 2).refresh_due == 0.0, "the newest version promises nothing"
 
 
 def test_the_listing() -> None:
@@ -77,10 +100,14 @@ def test_the_listing() -> None:
 def test_merging() -> None:
     fresh = msgspec.structs.replace(START, max_model_len=256, aliases=("a",), tool_parser="hermes")
     assert plan.merge(None, fresh, versions_exist=False) == fresh
-    advanced = plan.adopt(START, 2, "two/")
+    advanced = msgspec.structs.replace(
+        adopt(START, 2), rollout=Rollout(version=2, previous=0), newest_at=5.0, refresh_due=9.0
+    )
     merged = plan.merge(advanced, fresh, versions_exist=True)
     assert (merged.desired, merged.history, merged.max_model_len, merged.aliases) == (2, (0, 2), 256, ("a",))
     assert merged.tool_parser == "hermes", "renewed with the settings"
+    for field in ("versions", "rollout", "newest_at", "refresh_due"):
+        assert getattr(merged, field) == getattr(advanced, field)
     other = msgspec.structs.replace(fresh, base_digest="d1")
     assert plan.merge(START, other, versions_exist=False) == other
     for existing, versions_exist in ((START, True), (advanced, False)):
@@ -94,8 +121,8 @@ def test_any_sequence_of_decisions(steps: list[tuple[str, int]]) -> None:
     for what, version in steps:
         before = state
         try:
-            state = (plan.adopt if what == "adopt" else plan.roll_back)(state, version, f"{version}/")
-        except RollgridError:
+            state = (adopt if what == "adopt" else roll_back)(state, version)
+        except (RollgridError, WeightsError):
             assert state is before
             refused.add(version)
         assert state.newest >= before.newest
