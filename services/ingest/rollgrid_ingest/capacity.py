@@ -99,9 +99,7 @@ def give_back(pace: RunPace, lost: int, cursor: int) -> RunPace:
 def floor(pace: RunPace, state: PolicyState, now: float) -> int | None:
     """The version that the group admitted last needs at least, None when any will do."""
     step = (pace.admitted - 1) // pace.batch
-    oldest = step - pace.max_staleness  # in versions since the first
-    if oldest <= 0:
-        return None
+    oldest = step - pace.max_staleness  # in versions since the first, below 0 before it
     line = sorted(version for version in _known(state) if version <= pace.version)
     back = max(0, pace.versions - oldest)
     if back >= len(line):
@@ -114,7 +112,7 @@ def constrained(asked: WeightConstraint, least: int | None) -> WeightConstraint:
 
     An exact version was chosen by the caller; a bound of its own on staleness stands beside the pace.
     """
-    if least is None or asked.rule in (VersionRule.EXACT, VersionRule.MAX_STALENESS):
+    if not least or asked.rule in (VersionRule.EXACT, VersionRule.MAX_STALENESS):
         return asked
     return WeightConstraint(rule=VersionRule.MIN, value=max(least, asked.value))
 
