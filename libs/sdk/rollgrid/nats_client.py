@@ -145,12 +145,16 @@ class NatsClient:
         priority: str | None = None,
         metadata: Mapping[str, Any] | None = None,
         weights: WeightConstraint | Mapping[str, Any] | None = None,
+        pin: bool = False,
+        on_refresh: str | None = None,
+        pace: Mapping[str, int] | None = None,
         reward_formula: str | None = None,
         idempotency_key: str | None = None,
     ) -> Queued:
         """Publish a batch, as `Client.submit`; returns once the queue has it durably.
 
-        Sent again until it is acknowledged: the key makes that safe.
+        Sent again until it is acknowledged: the key makes that safe.  A batch beyond its run's `pace` waits
+        in the queue; its deadline counts from now.
 
         Raises PayloadTooLarge, Unsendable, and QueueFull when there was no room within `budget_s`.
         """
@@ -159,8 +163,8 @@ class NatsClient:
             raise Unsendable("tasks is empty")
         body = submission(
             asked, n=n, sampling=sampling, scorers=scorers, run=run, policy=policy, deadline_s=deadline_s,
-            priority=priority, metadata=metadata, weights=weights, reward_formula=reward_formula,
-            record_format="msgpack",
+            priority=priority, metadata=metadata, weights=weights, pin=pin, on_refresh=on_refresh, pace=pace,
+            reward_formula=reward_formula, record_format="msgpack",
         )  # fmt: skip
         key = ids.new_key() if idempotency_key is None else idempotency_key
         if not (key and key.isascii() and key.isprintable()):

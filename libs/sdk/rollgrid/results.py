@@ -103,8 +103,36 @@ class Sample:
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """The checkpoint versions that produced any token, in order of first use."""
-        return tuple(dict.fromkeys(span.version for span in self.spans))
+        """The checkpoint versions that produced any token, of any turn, in order of first use."""
+        return self.entry.versions
+
+    @property
+    def oldest_version(self) -> int | None:
+        """None without a token."""
+        return min(self.versions, default=None)
+
+    @property
+    def newest_version(self) -> int | None:
+        """None without a token."""
+        return max(self.versions, default=None)
+
+    @property
+    def staleness(self) -> int | None:
+        """Positions by which `oldest_version` was behind the desired one when the group closed; None = no token, or unknown.
+
+        What has come since then is in `Group.staleness`.
+        """
+        return self.entry.staleness
+
+    @property
+    def fingerprint(self) -> str | None:
+        """What the weights of the last token's version were found to compute."""
+        return self.entry.sample.weight_fingerprint
+
+    @property
+    def fingerprint_confirmed(self) -> bool:
+        """A process that loaded the version from nothing found the same."""
+        return self.entry.sample.fingerprint_confirmed
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -127,11 +155,20 @@ class Group:
     Resume reading after this group with `cursor`.  `closed` is the whole wire record.
     """
 
-    __slots__ = ("__dict__", "closed", "cursor", "posted_rewards")
+    __slots__ = ("__dict__", "closed", "cursor", "posted_rewards", "staleness")
 
-    def __init__(self, closed: GroupClosed, cursor: int = 0, posted_rewards: tuple[StandingReward, ...] = ()) -> None:
+    def __init__(
+        self,
+        closed: GroupClosed,
+        cursor: int = 0,
+        posted_rewards: tuple[StandingReward, ...] = (),
+        staleness: int | None = None,
+    ) -> None:
         self.closed = closed
         self.cursor = cursor
+        self.staleness = staleness
+        """Positions by which the group's oldest version was behind the desired one when the server handed it out;
+        None without a token, and where it did not come from a page (`Sample.staleness` is the record's own)."""
         self.posted_rewards = posted_rewards
         """What stood posted onto the group when `Client.group` fetched it; iterators leave it empty."""
 
@@ -159,6 +196,11 @@ class Group:
     @property
     def reason(self) -> CloseReason:
         return self.closed.reason
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """The versions that made any token of any sample, oldest first."""
+        return tuple(sorted({version for entry in self.closed.entries for version in entry.versions}))
 
     @functools.cached_property
     def prompt_ids(self) -> Ids:

@@ -64,6 +64,9 @@ def submission(
     priority: str | None = None,
     metadata: Mapping[str, Any] | None = None,
     weights: WeightConstraint | Mapping[str, Any] | None = None,
+    pin: bool = False,
+    on_refresh: str | None = None,
+    pace: Mapping[str, int] | None = None,
     reward_formula: str | None = None,
     record_format: str | None = None,
 ) -> bytes:
@@ -77,6 +80,9 @@ def submission(
         "priority": priority,
         "metadata": None if metadata is None else dict(metadata),
         "weights": _weights_body(weights),
+        "pin": True if pin else None,
+        "on_refresh": on_refresh,
+        "pace": None if pace is None else dict(pace),
         "reward_formula": reward_formula,
         "record_format": record_format,
     }
