@@ -1,4 +1,4 @@
-"""One whole stack on real vLLM for both clients, and their environments, made while it starts."""
+"""One whole stack on real vLLM for all clients, and their environments, made while it starts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from tests.openai_suite.model import BASE, policy_environment, suite_model
 from tests.support.stack import Stack, stack, vllm
 
-from .environments import environment, make_all
+from .environments import CLIENTS, environment, make_all
 
 CLIENT_S = 240.0
 MODEL_ID = "acme/models/tiny"
@@ -48,8 +48,10 @@ class Door(NamedTuple):
 
 
 @pytest.fixture(scope="package")
-def door() -> Iterator[Door]:
-    builder = threading.Thread(target=make_all)  # a failure comes up again where the environment is used
+def door(request: pytest.FixtureRequest) -> Iterator[Door]:
+    tested = {item.path.stem.removeprefix("test_") for item in request.session.items}
+    wanted = tested.intersection(CLIENTS)
+    builder = threading.Thread(target=make_all, args=(wanted,))  # a failure comes up again where it is used
     builder.start()
     env = policy_environment([MODEL_ID])
     with stack(vllm(slots=64, model=BASE, env=env)) as pipe:

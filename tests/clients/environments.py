@@ -1,6 +1,6 @@
 """Environments of the clients under test, apart from each other and from rollgrid's own.
 
-    python -m tests.clients.environments            makes all of them, at once
+    python -m tests.clients.environments [NAME...]  makes them, or all, at once
     python -m tests.clients.environments --lock     resolves requirements/*.in again into *.txt
 
 They live in `.venv-clients/` (or `ROLLGRID_CLIENT_ENVIRONMENTS`).  A stamp holds the digest of what
@@ -21,6 +21,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -105,8 +106,8 @@ def _run(*command: str) -> str:
     return done.stdout.strip()
 
 
-def make_all() -> None:
-    """Every environment; one that fails is the failure of the whole."""
+def make_all(clients: Iterable[str] = CLIENTS) -> None:
+    """These environments, at once; one that fails is the failure of the whole."""
     failures: list[BaseException] = []
 
     def make(client: str) -> None:
@@ -115,7 +116,7 @@ def make_all() -> None:
         except BaseException as error:  # handed to the caller's thread
             failures.append(error)
 
-    threads = [threading.Thread(target=make, args=(client,)) for client in CLIENTS]
+    threads = [threading.Thread(target=make, args=(client,)) for client in clients]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -138,4 +139,4 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["--lock"]:
         lock()
     else:
-        make_all()
+        make_all(sys.argv[1:] or CLIENTS)

@@ -13,7 +13,6 @@ it runs vLLM, so it is made to, by attributes that another version may not have.
 from __future__ import annotations
 
 import importlib.metadata
-import tempfile
 from typing import TYPE_CHECKING, Any
 
 from accelerate.utils import broadcast_object_list
@@ -57,22 +56,25 @@ class FleetRollouts(TrainerCallback):
         policy: str | None = None,
         run: str = "trl",
         deadline_s: float = 600.0,
-        live_timeout_s: float = 120.0,
+        publish_timeout_s: float = 600.0,
         attempts: int = 3,
         max_logprob_difference: float | None = None,
+        dtype: str | None = None,
     ) -> None:
-        """`policy` may be left out where one is served only.
+        """`policy` may be left out where one is served only.  What PEFT trains is published as LoRA, all else full.
 
-        A batch of rollouts has `deadline_s`, failed samples are asked for in up to `attempts` batches, and new
-        weights must run on every worker within `live_timeout_s`.  Beyond `max_logprob_difference` a step raises
-        `OffPolicy`; in float32 and sampled by temperature alone, 1e-4 is far above what is met.
+        A batch of rollouts has `deadline_s`, failed samples are asked for in up to `attempts` batches; the upload
+        of new weights and their way to every worker have `publish_timeout_s` each.  Beyond `max_logprob_difference` a step raises
+        `OffPolicy`; in float32 and sampled by temperature alone, 1e-4 is far above what is met.  `dtype` ("bfloat16")
+        is what weights are published in, where the fleet serves another one than is trained.
         """
         _check_trl()
         self._client = client
         self._policy = policy or _only_policy(client)
         self._rows = RowSampling(client, self._policy, run, deadline_s, attempts)
-        self._live_timeout_s = live_timeout_s
+        self._publish_timeout_s = publish_timeout_s
         self._limit = max_logprob_difference
+        self._dtype = dtype
         self._trainer: Any = None
         self._unread = 0  # generations whose difference was not looked at yet
         self.versions: dict[int, int] = {}
@@ -120,10 +122,23 @@ class FleetRollouts(TrainerCallback):
         self.versions[step] = version
 
     def _publish(self, model: Any, weights: dict[str, Any], step: int) -> int:
-        with tempfile.TemporaryDirectory(prefix="rollgrid-trl-") as folder:
-            model.save_pretrained(folder, state_dict=weights)
-            version = self._client.weights.publish(self._policy, folder, step=step)
-        return version.wait_live(self._live_timeout_s).version
+        adapter = None
+        if hasattr(model, "peft_config"):
+            from peft import get_peft_model_state_dict
+
+            adapter = model.peft_config[model.active_adapter]
+            weights = get_peft_model_state_dict(model, state_dict=weights)
+        if self._dtype is not None:
+            import torch
+
+            dtype = getattr(torch, self._dtype)
+            weights = {
+                name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in weights.items()
+            }
+        published = self._client.weights.publish(
+            self._policy, weights, step=step, adapter_config=adapter, timeout=self._publish_timeout_s
+        )
+        return published.wait_live(self._publish_timeout_s).version
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Read how far the trainer's forward pass was from the fleet's, one number for each generation."""
