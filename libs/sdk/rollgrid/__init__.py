@@ -19,7 +19,15 @@ if TYPE_CHECKING:
     from .batching import group_advantages, to_arrays
     from .client import Batch, Client
     from .cursor import CursorFile
-    from .errors import DeadlineExceeded, RollgridAPIError, RollgridError, Unreachable, Unsendable, VersionRefused
+    from .errors import (
+        DeadlineExceeded,
+        RollgridAPIError,
+        RollgridError,
+        Unreachable,
+        Unsendable,
+        VersionRefused,
+        VersionRolledBack,
+    )
     from .nats_client import NatsClient, Queued
     from .results import Group, Sample
     from .rewards import Post, Standing
@@ -44,6 +52,7 @@ _HOMES = {
     "Unreachable": "errors",
     "Unsendable": "errors",
     "VersionRefused": "errors",
+    "VersionRolledBack": "errors",
     "group_advantages": "batching",
     "to_arrays": "batching",
 }
@@ -67,6 +76,7 @@ __all__ = [
     "Unreachable",
     "Unsendable",
     "VersionRefused",
+    "VersionRolledBack",
     "group_advantages",
     "to_arrays",
 ]

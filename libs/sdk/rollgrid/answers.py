@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+from rollgrid_contracts.checkpoints import Rollout
 from rollgrid_contracts.failures import ErrorInfo
 from rollgrid_contracts.fleet import WorkerState
 from rollgrid_contracts.jobs import VersionSpan
@@ -58,6 +59,7 @@ class BatchProgress(msgspec.Struct, frozen=True, kw_only=True):
 class PageItem(msgspec.Struct, frozen=True, kw_only=True):
     cursor: int
     group: GroupClosed
+    staleness: int | None = None
 
 
 class StandingReward(msgspec.Struct, frozen=True, kw_only=True):
@@ -153,6 +155,30 @@ class Page(msgspec.Struct, frozen=True, kw_only=True):
     done: bool = False
 
 
+class LiveVersion(msgspec.Struct, frozen=True, kw_only=True):
+    """A version that is kept, or that some worker still runs.
+
+    `workers` hold it, `current_on` of them give it to new requests; `confirmed`: what they compute with it equals a
+    cold load.  `staleness` is its distance from the desired one.  UNIX seconds, 0 = unknown.
+    """
+
+    version: int
+    kind: str = "full"
+    base_version: int = 0
+    step: int | None = None
+    staleness: int = 0
+    desired: bool = False
+    kept: bool = True
+    workers: int = 0
+    current_on: int = 0
+    fingerprints: tuple[str, ...] = ()
+    confirmed: bool = False
+    committed_at: float = 0.0
+    adopted_at: float = 0.0
+    bytes: int = 0
+    weights_digest: str | None = None
+
+
 class Policy(msgspec.Struct, frozen=True, kw_only=True):
     """A policy: which version should run (`desired`), the newest published, and what workers run."""
 
@@ -169,6 +195,11 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...] = ()
     aliases: tuple[str, ...] = ()
     workers: tuple[WorkerState, ...] = ()
+    kind: str = "full"
+    rollout: Rollout | None = None
+    newest_at: float = 0.0
+    refresh_due: float = 0.0
+    versions: tuple[LiveVersion, ...] = ()
 
 
 class PolicyList(msgspec.Struct, frozen=True, kw_only=True):
@@ -184,10 +215,56 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
     ledger: dict[str, Any] = {}
 
 
+class Upload(msgspec.Struct, frozen=True, kw_only=True):
+    """An upload that was begun; from `expires_at` (UNIX seconds) on it is gone."""
+
+    policy: str
+    upload: str
+    kind: str = "full"
+    world: int = 1
+    base_version: int = 0
+    version: int | None = None
+    expires_at: float = 0.0
+
+
+class Uploaded(msgspec.Struct, frozen=True, kw_only=True):
+    """A file as the server took it."""
+
+    name: str
+    size: int
+    sha256: str
+
+
+class Committed(msgspec.Struct, frozen=True, kw_only=True):
+    """A version exists; `created` is false when it did before."""
+
+    policy: str
+    version: int
+    kind: str = "full"
+    created: bool = True
+
+
 class Version(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a published version stands: verifying, desired, superseded or refused (with its `error`)."""
+    """Where a published version stands: verifying, desired, superseded, rolled_back or refused (with its `error`)."""
 
     policy: str
     version: int
     status: str
     error: ErrorInfo | None = None
+    kind: str | None = None
+    base_version: int | None = None
+    step: int | None = None
+    bytes: int | None = None
+    weights_digest: str | None = None
+    committed_at: float | None = None
+    adopted_at: float | None = None
+
+
+class VersionList(msgspec.Struct, frozen=True, kw_only=True):
+    """The versions that are kept, oldest first, from the base (0) on; `rollout` while one is on its way."""
+
+    policy: str
+    desired: int = 0
+    newest: int = 0
+    rollout: Rollout | None = None
+    data: tuple[Version, ...] = ()

@@ -12,7 +12,7 @@ from rollgrid_contracts.jobs import SamplingParams, WeightConstraint
 
 from . import calls
 from .answers import Accepted, BatchProgress, Fleet, Model, Policy, Posted, ScoredTokens
-from .client import iteration_timeout
+from .client import iteration_timeout, pace_deadline
 from .cursor import CursorFile
 from .discovery import resolve
 from .errors import NotFound, RollgridAPIError, Unreachable
@@ -136,15 +136,21 @@ class AsyncClient:
         priority: str | None = None,
         metadata: Mapping[str, Any] | None = None,
         weights: WeightConstraint | Mapping[str, Any] | None = None,
+        pin: bool = False,
+        on_refresh: str | None = None,
+        pace: Mapping[str, int] | None = None,
         reward_formula: str | None = None,
         idempotency_key: str | None = None,
     ) -> AsyncBatch:
         """As `Client.submit`."""
         body = submission(
             tasks, n=n, sampling=sampling, scorers=scorers, run=run, policy=policy, deadline_s=deadline_s,
-            priority=priority, metadata=metadata, weights=weights, reward_formula=reward_formula,
+            priority=priority, metadata=metadata, weights=weights, pin=pin, on_refresh=on_refresh, pace=pace,
+            reward_formula=reward_formula,
         )  # fmt: skip
-        return AsyncBatch(self._transport, await self._transport.send(calls.submit(body, idempotency_key)))
+        call = calls.submit(body, idempotency_key)
+        accepted = await self._transport.send(call, deadline=pace_deadline(pace, deadline_s))
+        return AsyncBatch(self._transport, accepted)
 
     async def batch(self, batch_id: str) -> AsyncBatch:
         """As `Client.batch`."""
@@ -230,6 +236,8 @@ class AsyncClient:
         return await self._transport.send(calls.fleet())
 
     async def close(self) -> None:
+        """As `Client.close`."""
+        await self.weights.close()
         await self._transport.close()
 
     async def __aenter__(self) -> AsyncClient:

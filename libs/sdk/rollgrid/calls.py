@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pathlib
 import urllib.parse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -13,6 +13,7 @@ from rollgrid_contracts import codec, ids
 from .answers import (
     Accepted,
     BatchProgress,
+    Committed,
     Fleet,
     GroupAnswer,
     ModelList,
@@ -23,7 +24,10 @@ from .answers import (
     PostPage,
     RunPosted,
     ScoreAnswer,
+    Upload,
+    Uploaded,
     Version,
+    VersionList,
 )
 from .errors import GroupOpen, ServerError, Unsendable
 from .results import Group
@@ -158,13 +162,42 @@ def fleet() -> Call[Fleet]:
     return Call("GET", "/v1/fleet", _reader(Fleet))
 
 
-def put_file(policy: str, version: int, path: pathlib.Path) -> Call[None]:
-    route = f"/v1/policies/{_segment(policy)}/versions/{version}/files/{_segment(path.name)}"
-    headers = {"content-type": "application/octet-stream", "content-length": str(path.stat().st_size)}
-    return Call("PUT", route, _ignore, body=path, headers=headers, read_timeout_s=300.0)
+def versions(policy: str) -> Call[VersionList]:
+    return Call("GET", f"/v1/policies/{_segment(policy)}/versions", _reader(VersionList))
 
 
-def commit_version(policy: str, version: int, facts: dict[str, Any]) -> Call[None]:
-    route = f"/v1/policies/{_segment(policy)}/versions/{version}/commit"
+def roll_back(policy: str, version: int) -> Call[Policy]:
+    return _post(f"/v1/policies/{_segment(policy)}/rollback", {"version": version}, Policy, 30.0)
+
+
+def begin_upload(policy: str, terms: Mapping[str, Any]) -> Call[Upload]:
+    """`terms` name the upload, so that a retry is the same one."""
+    return _post(f"/v1/policies/{_segment(policy)}/uploads", terms, Upload, 60.0)
+
+
+def put_file(
+    policy: str, upload: str, name: str, body: bytes | pathlib.Path, sent: Callable[[int], None] | None = None
+) -> Call[Uploaded]:
+    """`sent` is told how many bytes of the attempt under way have gone out."""
+    size = len(body) if isinstance(body, bytes) else body.stat().st_size
+    headers = {"content-type": "application/octet-stream", "content-length": str(size)}
+    path = f"{_upload(policy, upload)}/files/{_segment(name)}"
+    return Call("PUT", path, _reader(Uploaded), body=body, headers=headers, read_timeout_s=300.0, sent=sent)
+
+
+def finish_shard(policy: str, upload: str, shard: Mapping[str, Any]) -> Call[None]:
+    return _post(f"{_upload(policy, upload)}/shards", shard, None, 60.0)
+
+
+def commit_upload(policy: str, upload: str, body: Mapping[str, Any]) -> Call[Committed]:
+    return _post(f"{_upload(policy, upload)}/commit", body, Committed, 300.0)
+
+
+def _upload(policy: str, upload: str) -> str:
+    return f"/v1/policies/{_segment(policy)}/uploads/{_segment(upload)}"
+
+
+def _post(path: str, body: Mapping[str, Any], answer: Any, read_timeout_s: float) -> Call[Any]:
+    read = _reader(answer) if answer is not None else _ignore
     headers = {"content-type": codec.JSON}
-    return Call("POST", route, _ignore, body=msgspec.json.encode(facts), headers=headers, read_timeout_s=300.0)
+    return Call("POST", path, read, body=msgspec.json.encode(body), headers=headers, read_timeout_s=read_timeout_s)

@@ -22,6 +22,9 @@ from .tasks import ScorerLike, TaskLike, score_body, submission
 from .transport import Call, Retries, SyncTransport
 from .weights import Weights
 
+PACE_WAIT_S = 24 * 3600.0
+"""The server's default deadline of a batch."""
+
 CLOSE_GRACE_S = 120.0
 """How long after a batch's deadline its last groups may take to be closed and read."""
 
@@ -31,6 +34,11 @@ def iteration_timeout(accepted: Accepted, timeout: float | None) -> float | None
     if timeout is not None or not accepted.deadline:
         return timeout
     return max(0.0, accepted.deadline - time.time()) + CLOSE_GRACE_S
+
+
+def pace_deadline(pace: Mapping[str, int] | None, deadline_s: float | None) -> float | None:
+    """Until when (monotonic) a submission may wait for the pace of its run."""
+    return None if pace is None else time.monotonic() + (PACE_WAIT_S if deadline_s is None else deadline_s)
 
 
 class Batch:
@@ -160,6 +168,9 @@ class Client:
         priority: str | None = None,
         metadata: Mapping[str, Any] | None = None,
         weights: WeightConstraint | Mapping[str, Any] | None = None,
+        pin: bool = False,
+        on_refresh: str | None = None,
+        pace: Mapping[str, int] | None = None,
         reward_formula: str | None = None,
         idempotency_key: str | None = None,
     ) -> Batch:
@@ -168,7 +179,13 @@ class Client:
         `sampling` takes vLLM's names and must say `max_tokens`; a task given as a mapping may override
         `n`, `sampling`, `scorers` and `deadline_s`.  `deadline_s` seconds from now whatever is missing
         closes as `expired`.  `policy` may be left out where one is served only.  `weights` demands
-        `{"min_version": 3}`, `{"exact_version": 3}` or `{"max_staleness": 2}`.
+        `{"min_version": 3}`, `{"exact_version": 3}` or `{"max_staleness": 2}`; a version not there yet is waited
+        for until the deadline.  `pin`: one version makes all samples of a group.  `on_refresh` says what
+        becomes of samples in flight when new weights come: `wait`, `abort` or `keep` (default: the worker's).
+
+        `pace={"batch": 64, "max_staleness": 1}` keeps the run from sampling further ahead of its training: with
+        64 groups trained on for each version, at most (1 + 1 + versions so far) · 64 groups are admitted, and
+        the call waits for the next version, up to `deadline_s` (then DeadlineExceeded).  Nothing is thrown away.
 
         A submission is sent with an idempotency key, a random one unless given, so a retry never
         duplicates it; give one that your trainer can make again (step, batch number) and a restarted
@@ -176,9 +193,11 @@ class Client:
         """
         body = submission(
             tasks, n=n, sampling=sampling, scorers=scorers, run=run, policy=policy, deadline_s=deadline_s,
-            priority=priority, metadata=metadata, weights=weights, reward_formula=reward_formula,
+            priority=priority, metadata=metadata, weights=weights, pin=pin, on_refresh=on_refresh, pace=pace,
+            reward_formula=reward_formula,
         )  # fmt: skip
-        return Batch(self._transport, self._transport.send(calls.submit(body, idempotency_key)))
+        call = calls.submit(body, idempotency_key)
+        return Batch(self._transport, self._transport.send(call, deadline=pace_deadline(pace, deadline_s)))
 
     def batch(self, batch_id: str) -> Batch:
         """The handle of a batch submitted before, perhaps by another process; asks the server for it."""
@@ -284,6 +303,8 @@ class Client:
         return self._transport.send(calls.fleet())
 
     def close(self) -> None:
+        """Waits for publications that are under way (`weights.publish(..., block=False)`)."""
+        self.weights.close()
         self._transport.close()
 
     def __enter__(self) -> Client:

@@ -37,15 +37,29 @@ class DeadlineExceeded(RollgridError, TimeoutError):
     """The time the caller gave ran out.  What was submitted goes on; nothing is lost."""
 
 
-class VersionRefused(RollgridError):
-    """A published version was examined and refused; it will never run.  `code`, `field` and `limit` as in `RollgridAPIError`."""
+class VersionEnded(RollgridError):
+    """A published version does not run and will not come to by itself.  `code`, `field` and `limit` as in `RollgridAPIError`."""
+
+    verb = "ended"
 
     def __init__(
         self, policy: str, version: int, code: str, message: str, field: str | None, limit: str | None
     ) -> None:
-        super().__init__(f"{policy}@{version} was refused: {message}")
+        super().__init__(f"{policy}@{version} {self.verb}: {message}")
         self.policy, self.version = policy, version
         self.code, self.field, self.limit = code, field, limit
+
+
+class VersionRefused(VersionEnded):
+    """It was examined and refused; it will never run."""
+
+    verb = "was refused"
+
+
+class VersionRolledBack(VersionEnded):
+    """It was desired, and the fleet has gone back to an earlier version: its rollout failed, or somebody said so."""
+
+    verb = "was rolled back"
 
 
 class CursorMismatch(ConfigurationError):
@@ -158,12 +172,20 @@ class VersionUnavailable(RollgridAPIError):
     """The wanted checkpoint version is not published, or another publisher took its number."""
 
 
+class UploadIncomplete(RollgridAPIError):
+    """Ranks of a sharded upload have not finished; `limit` names them.  Nothing was published; commit again later."""
+
+
 class VersionGone(RollgridAPIError):
     """The wanted checkpoint version no longer runs anywhere."""
 
 
 class QueueFull(RollgridAPIError):
     """A queue is at its bound; nothing of the request was taken."""
+
+
+class Paced(RollgridAPIError):
+    """The run has sampled as far ahead of its training as its `pace` allows; a new version makes room."""
 
 
 class NotReady(RollgridAPIError):
@@ -194,8 +216,10 @@ _BY_CODE: dict[str, type[RollgridAPIError]] = {
     "model_not_found": ModelNotFound,
     "group_open": GroupNotClosed,
     "version_unavailable": VersionUnavailable,
+    "upload_incomplete": UploadIncomplete,
     "version_gone": VersionGone,
     "queue_full": QueueFull,
+    "paced": Paced,
     "not_ready": NotReady,
     "episode_rebuilding": NotReady,
     "engine_unavailable": NotReady,

@@ -10,17 +10,18 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import importlib.metadata
+import io
 import pathlib
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Generator, Mapping
+from typing import IO, Any, Generic, TypeVar
 
 import httpx2
 from rollgrid_contracts import codec
 
 from .discovery import Endpoint
-from .errors import DeadlineExceeded, RollgridAPIError, RollgridError, Unreachable, api_error
+from .errors import DeadlineExceeded, Paced, RollgridAPIError, RollgridError, Unreachable, api_error
 from .tracing import traceparent
 
 T = TypeVar("T")
@@ -50,7 +51,8 @@ class Retries:
 class Call(Generic[T]):
     """One request, sendable any number of times.  `read_timeout_s` is the longest silence to bear.
 
-    A `pathlib.Path` as body is streamed from the file, opened anew for each attempt.
+    A `pathlib.Path` as body is streamed from the file, opened anew for each attempt.  `sent` is told, in
+    the thread that sends, how many bytes of such a body, or of a large one, have gone out in this attempt.
     """
 
     method: str
@@ -60,6 +62,7 @@ class Call(Generic[T]):
     body: bytes | pathlib.Path | None = None
     headers: Mapping[str, str] = dataclasses.field(default_factory=dict)
     read_timeout_s: float = 30.0
+    sent: Callable[[int], None] | None = None
 
 
 class Attempts:
@@ -69,7 +72,8 @@ class Attempts:
         """`deadline` is the caller's own, on `time.monotonic`; the earlier of it and the budget holds."""
         self._retries = retries
         self._deadline = deadline
-        self._give_up_at = time.monotonic() + (retries.budget_s if budget_s is None else budget_s)
+        self._budget_s = retries.budget_s if budget_s is None else budget_s
+        self._give_up_at = time.monotonic() + self._budget_s
         self.made = 0
 
     def timeout(self, call: Call[Any]) -> httpx2.Timeout:
@@ -89,6 +93,8 @@ class Attempts:
             if failure.status not in _RETRIED_STATUSES or not failure.retryable:
                 raise failure
             asked = failure.retry_after_s
+            if isinstance(failure, Paced):  # no trouble: training takes its time, and only the caller's own ends that
+                self._give_up_at = time.monotonic() + self._budget_s
         else:
             asked = None
         ceiling = min(self._retries.max_pause_s, self._retries.first_pause_s * 2.0 ** min(self.made - 1, 16))
@@ -157,7 +163,7 @@ class SyncTransport:
                     call.method,
                     call.path,
                     params=dict(call.params),
-                    content=_file_chunks(call.body) if isinstance(call.body, pathlib.Path) else call.body,
+                    content=_chunks(call) if _is_streamed(call) else _whole(call.body),
                     headers=_attempt_headers(call, attempts),
                     timeout=attempts.timeout(call),
                 )
@@ -190,7 +196,7 @@ class AsyncTransport:
                     call.method,
                     call.path,
                     params=dict(call.params),
-                    content=_async_file_chunks(call.body) if isinstance(call.body, pathlib.Path) else call.body,
+                    content=_whole(call.body),
                     headers=_attempt_headers(call, attempts),
                     timeout=attempts.timeout(call),
                 )
@@ -206,16 +212,29 @@ class AsyncTransport:
         await self._http.aclose()
 
 
-def _file_chunks(path: pathlib.Path) -> Iterator[bytes]:
-    with open(path, "rb") as file:
+def _whole(body: bytes | pathlib.Path | None) -> bytes | None:
+    """Files are sent from threads, by the blocking transport."""
+    if isinstance(body, pathlib.Path):
+        raise TypeError("the asyncio transport sends no files")
+    return body
+
+
+def _is_streamed(call: Call[Any]) -> bool:
+    """Files, and bodies whose length is in the headers and that are too large to be written at once."""
+    if isinstance(call.body, bytes):
+        return len(call.body) > _UPLOAD_CHUNK and "content-length" in call.headers
+    return call.body is not None
+
+
+def _chunks(call: Call[Any]) -> Generator[bytes, None, None]:
+    told = 0
+    with _opened(call.body) as file:
         while chunk := file.read(_UPLOAD_CHUNK):
             yield chunk
+            told += len(chunk)
+            if call.sent is not None:
+                call.sent(told)
 
 
-async def _async_file_chunks(path: pathlib.Path) -> AsyncIterator[bytes]:
-    file = await asyncio.to_thread(open, path, "rb")
-    try:
-        while chunk := await asyncio.to_thread(file.read, _UPLOAD_CHUNK):
-            yield chunk
-    finally:
-        file.close()
+def _opened(body: bytes | pathlib.Path | None) -> IO[bytes]:
+    return open(body, "rb") if isinstance(body, pathlib.Path) else io.BytesIO(body or b"")

@@ -1,131 +1,113 @@
-"""New weights for a policy: upload, commit, wait until the fleet runs them.
+"""New weights for a policy: `client.weights`.
 
-A version is a folder with safetensors files.  Nothing is visible before the commit; a version is
-immutable after it; numbers only grow.
+Nothing is visible before the commit; a version is immutable after it; numbers only grow.  Both clients
+upload from threads, with the same code; the asyncio one awaits it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import os
 import pathlib
+import threading
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 from . import calls
-from .answers import Policy, Version
-from .errors import ConfigurationError, DeadlineExceeded, VersionRefused, VersionUnavailable
+from .answers import Version, VersionList
+from .errors import DeadlineExceeded
+from .transport import SyncTransport
+from .weights_live import AsyncPublishedVersion, PublishedVersion
+from .weights_source import ADAPTER_CONFIG, Source, Tensors, read_source
+from .weights_upload import TIMEOUT_S, Sent, UploadOptions, WeightsUpload
 
 if TYPE_CHECKING:
-    from .transport import AsyncTransport, SyncTransport
+    from .transport import AsyncTransport
 
-_POLL_S = 0.1
-_RACES = 5
-"""How often to try the next number when other publishers keep taking it."""
+T = TypeVar("T")
+PENDING = 2
+"""Publications of one client beside the trainer, waiting or under way; each holds a snapshot."""
 
-
-def weight_files(source: str | os.PathLike[str]) -> tuple[pathlib.Path, ...]:
-    """The safetensors files of `source`, a folder or one file, sorted by name.
-
-    Raises:
-        ConfigurationError: there are none.
-    """
-    path = pathlib.Path(source)
-    files = (path,) if path.is_file() else tuple(sorted(path.glob("*.safetensors")))
-    if not files or any(file.suffix != ".safetensors" for file in files):
-        raise ConfigurationError(f"{path} holds no *.safetensors file to publish")
-    return files
+Weightlike = Tensors | str | os.PathLike[str]
 
 
-def file_digest(path: pathlib.Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
+class PublishOptions(TypedDict, total=False):
+    """Of `Weights.publish`, which says what they mean."""
+
+    kind: str | None
+    step: int | None
+    version: int | None
+    base_version: int | None
+    adapter_config: Any
+    next_within_s: float | None
+    rollout: Mapping[str, Any] | None
+    upload: str | None
+    timeout: float
+    sent: Sent | None
 
 
-def facts_of(files: tuple[pathlib.Path, ...], step: int | None) -> dict[str, object]:
-    """The body of a commit: what was uploaded, so that the server proves it before it counts."""
-    listed = [{"name": file.name, "size": file.stat().st_size, "sha256": file_digest(file)} for file in files]
-    return {"kind": "full", "files": listed, "step": step}
+class Publication:
+    """One publication, from what was read to the commit.  `run` blocks; `stop` from another thread ends it."""
+
+    def __init__(self, transport: SyncTransport, policy: str, source: Source, options: PublishOptions) -> None:
+        self._transport, self._policy, self._source, self._options = transport, policy, source, options
+        self._upload: WeightsUpload | None = None
+        self._stopped = threading.Event()
+
+    def run(self) -> PublishedVersion:
+        options = self._options
+        with WeightsUpload(
+            self._transport, self._policy, kind=self._source.kind, step=options.get("step"), upload=options.get("upload"),
+            version=options.get("version"), base_version=options.get("base_version"),
+            next_within_s=options.get("next_within_s"), timeout=options.get("timeout", TIMEOUT_S), sent=options.get("sent"),
+        ) as upload:  # fmt: skip
+            self._upload = upload
+            if self._stopped.is_set():
+                upload.stop()
+            if self._source.config is not None:
+                upload.put_bytes(ADAPTER_CONFIG, self._source.config)
+            for path in self._source.files:
+                upload.put_file(path)
+            for name, tensor in self._source.tensors.items():
+                upload.put(name, tensor, copy=False)
+            return upload.commit(rollout=options.get("rollout"))
+
+    def stop(self) -> None:
+        self._stopped.set()
+        if self._upload is not None:
+            self._upload.stop()
 
 
-def live_on(policy: Policy, version: int) -> bool:
-    """Every worker of the policy that takes work runs `version` or a later one, and there is one."""
-    running = [
-        loaded.version
-        for worker in policy.workers
-        if not worker.draining and worker.quarantined is None
-        for loaded in worker.loaded
-        if loaded.policy == policy.policy
-    ]
-    return bool(running) and min(running) >= version
+class Publishing:
+    """A publication under way beside the trainer (`block=False`)."""
 
+    def __init__(self, future: Future[PublishedVersion], what: str) -> None:
+        self.future, self.what = future, what
 
-def _not_live(policy: Policy, version: int, timeout: float) -> DeadlineExceeded:
-    running = {w.worker: [v.version for v in w.loaded if v.policy == policy.policy] for w in policy.workers}
-    return DeadlineExceeded(
-        f"{policy.policy}@{version} is not live after {timeout:g} s: desired {policy.desired}, "
-        f"newest {policy.newest}, running {running or 'nowhere'}"
-    )
+    def done(self) -> bool:
+        return self.future.done()
 
-
-def _refuse(state: Version) -> None:
-    if state.status == "refused" and state.error is not None:
-        error = state.error
-        raise VersionRefused(state.policy, state.version, error.code, error.message, error.field, error.limit)
-
-
-class _Numbers:
-    """Chooses version numbers: beyond the newest the server names, and beyond those tried here.
-
-    The server learns of a commit a moment after it, so its `newest` alone may name a taken number.
-    """
-
-    def __init__(self) -> None:
-        self._tried: dict[str, int] = {}
-
-    def next(self, policy: str, state: Policy) -> int:
-        self._tried[policy] = max(self._tried.get(policy, 0), state.newest) + 1
-        return self._tried[policy]
-
-
-def _lost_races(policy: str) -> VersionUnavailable:
-    return VersionUnavailable(
-        f"other publishers took the next version of {policy} {_RACES} times", code="version_unavailable", status=409
-    )
-
-
-class PublishedVersion:
-    """A committed version; samples may run on it from now on."""
-
-    def __init__(self, transport: SyncTransport, policy: str, version: int) -> None:
-        self._transport = transport
-        self.policy = policy
-        self.version = version
-
-    def wait_live(self, timeout: float = 120.0) -> PublishedVersion:
-        """Return once every worker of the policy runs it.
+    def result(self, timeout: float = TIMEOUT_S) -> PublishedVersion:
+        """The committed version.
 
         Raises:
-            DeadlineExceeded: it does not after `timeout` seconds.
-            VersionRefused: its bytes were examined and refused.
+            DeadlineExceeded: it is not committed after `timeout` seconds; the publication goes on.
+            RollgridError: whatever ended it; nothing was published.
         """
-        deadline = time.monotonic() + timeout
-        while True:
-            state = self._transport.send(calls.policy(self.policy), deadline=deadline, budget_s=timeout)
-            if live_on(state, self.version):
-                return self
-            if state.desired < self.version:
-                _refuse(self._transport.send(calls.version(self.policy, self.version), deadline=deadline))
-            if time.monotonic() + _POLL_S > deadline:
-                raise _not_live(state, self.version, timeout)
-            time.sleep(_POLL_S)
+        try:
+            return self.future.result(timeout)
+        except TimeoutError:
+            if self.future.done():
+                return self.future.result()
+            raise _still_going(self.what, timeout) from None
 
-    def __repr__(self) -> str:
-        return f"PublishedVersion({self.policy}@{self.version})"
+    def wait_live(self, timeout: float = TIMEOUT_S, *, min_workers: int | None = None) -> PublishedVersion:
+        """`result`, then `PublishedVersion.wait_live`, within one `timeout`."""
+        deadline = time.monotonic() + timeout
+        return self.result(timeout).wait_live(max(0.0, deadline - time.monotonic()), min_workers=min_workers)
 
 
 class Weights:
@@ -133,57 +115,176 @@ class Weights:
 
     def __init__(self, transport: SyncTransport) -> None:
         self._transport = transport
-        self._numbers = _Numbers()
+        self._places = threading.Semaphore(PENDING)
+        self._starting = threading.Lock()
+        self._thread: ThreadPoolExecutor | None = None
+
+    @overload
+    def publish(
+        self, policy: str, source: Weightlike, *, block: Literal[True] = True, **options: Unpack[PublishOptions]
+    ) -> PublishedVersion: ...
+
+    @overload
+    def publish(
+        self, policy: str, source: Weightlike, *, block: Literal[False], **options: Unpack[PublishOptions]
+    ) -> Publishing: ...
 
     def publish(
-        self, policy: str, source: str | os.PathLike[str], *, step: int | None = None, version: int | None = None
-    ) -> PublishedVersion:
-        """Upload the safetensors of `source` (a folder or a file) and commit them as a new version.
+        self, policy: str, source: Weightlike, *, block: bool = True, **options: Unpack[PublishOptions]
+    ) -> PublishedVersion | Publishing:
+        """Publish `source` as a new version: a state dict of torch tensors or numpy arrays, a folder, or a file.
 
-        The version's number is the next free one unless `version` names it.
+        With `block=False` it returns as soon as the tensors are copied to host memory (of a folder: at
+        once) and the rest goes on in threads, publications in the order of the calls; `result` of what is
+        given is the version.  Two may be pending, the next call waits.
+
+        - `kind` is "full" or "lora"; left out, a folder as PEFT saves it is lora.  The tensors of an adapter
+          need `adapter_config`, PEFT's LoraConfig or its dict.  It sits on the newest full version, or on
+          `base_version`.  Tensors that share memory are written once, under the name the base has.
+        - The number is the next free one, or `version`.  `step` is kept with it.
+        - `next_within_s` promises when the next version comes; `rollout` asks for canaries and the like.
+        - `upload` names this publication: published again under the name, it is the same version.
+        - `timeout` seconds it may take (an hour); `sent(file, bytes, size)` is told of the progress.
 
         Raises:
             VersionUnavailable: `version` exists already.
+            InvalidRequest: the server refused a file, the configuration or an option; `field` names it.
+            ConfigurationError: `source` holds nothing to publish.
+            DeadlineExceeded: it is not committed in time.
         """
-        files = weight_files(source)
-        facts = facts_of(files, step)
-        for _ in range(_RACES):
-            number = version or self._numbers.next(policy, self._transport.send(calls.policy(policy)))
-            try:
-                for file in files:
-                    self._transport.send(calls.put_file(policy, number, file))
-                self._transport.send(calls.commit_version(policy, number, facts))
-            except VersionUnavailable:
-                if version is not None:
-                    raise
-                continue
-            return PublishedVersion(self._transport, policy, number)
-        raise _lost_races(policy)
+        if block:
+            return self.publication(policy, source, options, copy=False).run()
+        timeout = options.get("timeout", TIMEOUT_S)
+        if not self._places.acquire(timeout=timeout):
+            raise _still_going(policy, timeout)
+        try:
+            publication = self.publication(policy, source, options, copy=True)
+            future = self._executor().submit(publication.run)
+        except BaseException:
+            self._places.release()
+            raise
+        future.add_done_callback(lambda _: self._places.release())
+        return Publishing(future, policy)
+
+    def publication(self, policy: str, source: Weightlike, options: PublishOptions, *, copy: bool) -> Publication:
+        found = read_source(source, options.get("kind"), options.get("adapter_config"), copy=copy)
+        return Publication(self._transport, policy, found, options)
+
+    def begin(self, policy: str, **options: Unpack[UploadOptions]) -> WeightsUpload:
+        """Begin a publication from one or several processes: `put` tensors, `finish` on every rank, `commit` on one.
+
+        The ranks of a sharded trainer pass the same `upload` name and `world`, and each its `rank`.  A
+        name is used for one publication; a rank that comes again with other weights is refused.
+
+            with client.weights.begin("policy", step=12, upload="run7-step-12", rank=rank, world=4) as upload:
+                for name, tensor in shard.items():
+                    upload.put(name, tensor)
+                if rank == 0:
+                    version = upload.commit(timeout=600)
+        """
+        return WeightsUpload(self._transport, policy, **options)
+
+    def versions(self, policy: str) -> VersionList:
+        """The versions that are kept, and how the newest is being rolled out."""
+        return self._transport.send(calls.versions(policy))
+
+    def version(self, policy: str, number: int) -> Version:
+        """Where one version stands; raises NotFound for one that was never published."""
+        return self._transport.send(calls.version(policy, number))
+
+    def rollback(self, policy: str, number: int) -> PublishedVersion:
+        """Go back to a version that was adopted before (0 = the base), on all workers at once.
+
+        It holds until something newer than everything so far is published.
+
+        Raises:
+            VersionUnavailable: it was never adopted.
+            VersionGone: its files were deleted.
+        """
+        self._transport.send(calls.roll_back(policy, number))
+        return PublishedVersion(self._transport, policy, number)
+
+    def close(self) -> None:
+        """Wait for the publications that are under way."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=True)
+
+    def _executor(self) -> ThreadPoolExecutor:
+        with self._starting:
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollgrid-publish")
+            return self._thread
 
 
-class AsyncPublishedVersion:
-    """As `PublishedVersion`."""
+def _still_going(what: str, timeout: float) -> DeadlineExceeded:
+    return DeadlineExceeded(f"{what}: what was to be published is still on its way after {timeout:g} s")
 
-    def __init__(self, transport: AsyncTransport, policy: str, version: int) -> None:
-        self._transport = transport
-        self.policy = policy
-        self.version = version
 
-    async def wait_live(self, timeout: float = 120.0) -> AsyncPublishedVersion:
-        """As `PublishedVersion.wait_live`."""
+class AsyncPublishing:
+    """As `Publishing`."""
+
+    def __init__(self, publishing: Publishing, transport: AsyncTransport) -> None:
+        self._publishing, self._transport = publishing, transport
+
+    def done(self) -> bool:
+        return self._publishing.done()
+
+    async def result(self, timeout: float = TIMEOUT_S) -> AsyncPublishedVersion:
+        """As `Publishing.result`; giving up waiting ends nothing."""
+        try:
+            async with asyncio.timeout(timeout):
+                found = await asyncio.shield(asyncio.wrap_future(self._publishing.future))
+        except TimeoutError:
+            if not self._publishing.done():
+                raise _still_going(self._publishing.what, timeout) from None
+            found = self._publishing.result()
+        return AsyncPublishedVersion(self._transport, found.policy, found.version)
+
+    async def live(self, timeout: float = TIMEOUT_S, *, min_workers: int | None = None) -> AsyncPublishedVersion:
+        """As `Publishing.wait_live`."""
         deadline = time.monotonic() + timeout
-        while True:
-            state = await self._transport.send(calls.policy(self.policy), deadline=deadline, budget_s=timeout)
-            if live_on(state, self.version):
-                return self
-            if state.desired < self.version:
-                _refuse(await self._transport.send(calls.version(self.policy, self.version), deadline=deadline))
-            if time.monotonic() + _POLL_S > deadline:
-                raise _not_live(state, self.version, timeout)
-            await asyncio.sleep(_POLL_S)
+        version = await self.result(timeout)
+        return await version.live(max(0.0, deadline - time.monotonic()), min_workers=min_workers)
 
-    def __repr__(self) -> str:
-        return f"AsyncPublishedVersion({self.policy}@{self.version})"
+
+class AsyncWeightsUpload:
+    """As `WeightsUpload`, for `async with`."""
+
+    def __init__(self, begin: Callable[[], WeightsUpload], transport: AsyncTransport) -> None:
+        self._begin, self._transport = begin, transport
+        self._upload: WeightsUpload | None = None
+
+    @property
+    def _begun(self) -> WeightsUpload:
+        if self._upload is None:
+            raise RuntimeError("use it as `async with client.weights.begin(…) as upload`")
+        return self._upload
+
+    async def put(self, name: str, tensor: Any) -> None:
+        await asyncio.to_thread(self._begun.put, name, tensor)
+
+    async def put_file(self, path: pathlib.Path, name: str | None = None) -> None:
+        await asyncio.to_thread(self._begun.put_file, path, name)
+
+    async def finish(self) -> None:
+        await _stoppable(self._begun.finish, self._begun.stop)
+
+    async def commit(
+        self, *, rollout: Mapping[str, Any] | None = None, timeout: float | None = None
+    ) -> AsyncPublishedVersion:
+        upload = self._begun
+        found = await _stoppable(lambda: upload.commit(rollout=rollout, timeout=timeout), upload.stop)
+        return AsyncPublishedVersion(self._transport, found.policy, found.version)
+
+    async def __aenter__(self) -> AsyncWeightsUpload:
+        self._upload = await asyncio.to_thread(self._begin)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        upload = self._begun
+        await _stoppable(lambda: upload.__exit__(kind, error, trace), upload.stop)
 
 
 class AsyncWeights:
@@ -191,23 +292,68 @@ class AsyncWeights:
 
     def __init__(self, transport: AsyncTransport) -> None:
         self._transport = transport
-        self._numbers = _Numbers()
+        self._made: tuple[SyncTransport, Weights] | None = None
+
+    def _blocking(self) -> Weights:
+        """The same for threads, with connections of its own; made when it is first needed."""
+        if self._made is None:
+            transport = SyncTransport(self._transport.endpoint, self._transport.retries)
+            self._made = transport, Weights(transport)
+        return self._made[1]
+
+    @overload
+    async def publish(
+        self, policy: str, source: Weightlike, *, block: Literal[True] = True, **options: Unpack[PublishOptions]
+    ) -> AsyncPublishedVersion: ...
+
+    @overload
+    async def publish(
+        self, policy: str, source: Weightlike, *, block: Literal[False], **options: Unpack[PublishOptions]
+    ) -> AsyncPublishing: ...
 
     async def publish(
-        self, policy: str, source: str | os.PathLike[str], *, step: int | None = None, version: int | None = None
-    ) -> AsyncPublishedVersion:
-        """As `Weights.publish`."""
-        files = await asyncio.to_thread(weight_files, source)
-        facts = await asyncio.to_thread(facts_of, files, step)
-        for _ in range(_RACES):
-            number = version or self._numbers.next(policy, await self._transport.send(calls.policy(policy)))
-            try:
-                for file in files:
-                    await self._transport.send(calls.put_file(policy, number, file))
-                await self._transport.send(calls.commit_version(policy, number, facts))
-            except VersionUnavailable:
-                if version is not None:
-                    raise
-                continue
-            return AsyncPublishedVersion(self._transport, policy, number)
-        raise _lost_races(policy)
+        self, policy: str, source: Weightlike, *, block: bool = True, **options: Unpack[PublishOptions]
+    ) -> AsyncPublishedVersion | AsyncPublishing:
+        """As `Weights.publish`; cancelled, it publishes nothing unless it was committing already."""
+        blocking = self._blocking()
+        if not block:
+            publishing = await asyncio.to_thread(lambda: blocking.publish(policy, source, block=False, **options))
+            return AsyncPublishing(publishing, self._transport)
+        publication = await asyncio.to_thread(blocking.publication, policy, source, options, copy=False)
+        found = await _stoppable(publication.run, publication.stop)
+        return AsyncPublishedVersion(self._transport, found.policy, found.version)
+
+    def begin(self, policy: str, **options: Unpack[UploadOptions]) -> AsyncWeightsUpload:
+        """As `Weights.begin`, for `async with`."""
+        blocking = self._blocking()
+        return AsyncWeightsUpload(lambda: blocking.begin(policy, **options), self._transport)
+
+    async def versions(self, policy: str) -> VersionList:
+        return await self._transport.send(calls.versions(policy))
+
+    async def version(self, policy: str, number: int) -> Version:
+        return await self._transport.send(calls.version(policy, number))
+
+    async def rollback(self, policy: str, number: int) -> AsyncPublishedVersion:
+        """As `Weights.rollback`."""
+        await self._transport.send(calls.roll_back(policy, number))
+        return AsyncPublishedVersion(self._transport, policy, number)
+
+    async def close(self) -> None:
+        if self._made is not None:
+            transport, weights = self._made
+            await asyncio.to_thread(weights.close)
+            transport.close()
+
+
+async def _stoppable(work: Callable[[], T], stop: Callable[[], None]) -> T:
+    """The result of `work` in a thread; a cancel makes it `stop` and waits for that, which is soon."""
+    task = asyncio.ensure_future(asyncio.to_thread(work))
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        stop()
+        await asyncio.wait({task})
+        if not task.cancelled():
+            task.exception()  # looked at: the cancel is what the caller hears of
+        raise

@@ -7,6 +7,7 @@ sample.  The SDK against the real thing is tests/integration/sdk.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import socket
 import threading
 from collections import Counter, deque
@@ -67,7 +68,13 @@ class FaultyIngest:
         self.keys: list[str] = []
         self.cursors: list[int] = []
         self.files: dict[str, bytes] = {}
+        self.uploads: dict[str, dict[str, Any]] = {}
+        self.shards: dict[str, dict[int, list[dict[str, Any]]]] = {}
+        self.committed: dict[str, int] = {}
         self.newest = 0
+        self.desired: int | None = None
+        self.loaded: list[dict[str, Any]] | None = None
+        self.standing: dict[str, Any] = {"status": "verifying"}
         self.page_size = 1000
         self.retry_counts: list[str | None] = []
         self.forgotten = False
@@ -106,29 +113,47 @@ class FaultyIngest:
 
     async def version(self, request: Request) -> Response:
         names = request.path_params
-        return _answer({"policy": names["p"], "version": int(names["version"]), "status": "verifying"})
+        return _answer({"policy": names["p"], "version": int(names["version"]), **self.standing})
 
     async def policy(self, request: Request) -> Response:
-        loaded = [{"policy": "p", "version": self.newest}]
+        loaded = [{"policy": "p", "version": self.newest}] if self.loaded is None else self.loaded
         worker = {"worker": "w", "incarnation": "1", "pool": "x", "engine": "scripted", "device": "cpu", "slots": 1}
         answer = {
             "policy": "p",
-            "desired": self.newest,
+            "tenant": "shared",
+            "desired": self.newest if self.desired is None else self.desired,
             "newest": self.newest,
             "workers": [{**worker, "loaded": loaded}],
         }
         return _answer(answer)
 
+    async def begin(self, request: Request) -> Response:
+        terms = msgspec.json.decode(await request.body())
+        if terms["version"] is not None and terms["version"] <= self.newest and terms["upload"] not in self.uploads:
+            return await refuse(409, "version_unavailable", retryable=False)(request) or Response(status_code=500)
+        self.uploads.setdefault(terms["upload"], terms)
+        return _answer({"policy": "p", "upload": terms["upload"], "world": terms["world"]})
+
     async def put_file(self, request: Request) -> Response:
-        self.files["{version}/{name}".format(**request.path_params)] = await request.body()
-        return _answer({"name": "x", "size": 0, "sha256": ""})
+        content = await request.body()
+        self.files[request.path_params["name"]] = content
+        return _answer({"name": "x", "size": len(content), "sha256": hashlib.sha256(content).hexdigest()})
+
+    async def shard(self, request: Request) -> Response:
+        shard = msgspec.json.decode(await request.body())
+        self.shards.setdefault(request.path_params["upload"], {})[shard["rank"]] = shard["files"]
+        return _answer({"upload": "u", "rank": shard["rank"], "missing": []})
 
     async def commit(self, request: Request) -> Response:
-        version = int(request.path_params["version"])
-        if version <= self.newest:
-            return await refuse(409, "version_unavailable")(request) or Response(status_code=500)
-        self.newest = version
-        return _answer({"policy": "p", "version": version, "manifest_key": "m", "created": True})
+        name = request.path_params["upload"]
+        missing = set(range(self.uploads[name]["world"])) - set(self.shards.get(name, {}))
+        if missing:
+            refused = refuse(409, "upload_incomplete", limit=f"missing={sorted(missing)}")
+            return await refused(request) or Response(status_code=500)
+        if name not in self.committed:
+            self.newest += 1
+            self.committed[name] = self.newest
+        return _answer({"policy": "p", "version": self.committed[name], "created": True})
 
     # -- the server -----------------------------------------------------------------------------
 
@@ -153,8 +178,10 @@ class FaultyIngest:
                 Route("/v1/runs/{run}/trajectories", faulty(self.page)),
                 Route("/v1/policies/{policy}", faulty(self.policy)),
                 Route("/v1/policies/{p}/versions/{version}", faulty(self.version)),
-                Route("/v1/policies/{p}/versions/{version}/files/{name}", faulty(self.put_file), methods=["PUT"]),
-                Route("/v1/policies/{p}/versions/{version}/commit", faulty(self.commit), methods=["POST"]),
+                Route("/v1/policies/{p}/uploads", faulty(self.begin), methods=["POST"]),
+                Route("/v1/policies/{p}/uploads/{upload}/files/{name}", faulty(self.put_file), methods=["PUT"]),
+                Route("/v1/policies/{p}/uploads/{upload}/shards", faulty(self.shard), methods=["POST"]),
+                Route("/v1/policies/{p}/uploads/{upload}/commit", faulty(self.commit), methods=["POST"]),
             ]
         )
 
