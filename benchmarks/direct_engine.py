@@ -36,7 +36,7 @@ class BareEngine:
         """Tokens of one request, and the UNIX-like time of its first output."""
         from rollgrid_contracts import ids
         from rollgrid_contracts.jobs import SamplingParams
-        from rollgrid_sampler.engines.vllm import translate
+        from rollgrid_sampler.engines.vllm_options import translate
         from vllm.inputs.engine import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
@@ -76,7 +76,7 @@ class BareEngine:
 async def serve(environment: dict[str, str]) -> None:
     """Runs in the child until stdin ends."""
     os.environ.update(environment)
-    from rollgrid_sampler.engines.vllm import build, set_environment
+    from rollgrid_sampler.engines.vllm_options import build, set_environment
     from rollgrid_sampler.settings import SamplerSettings
 
     settings = SamplerSettings()

@@ -55,6 +55,7 @@ class AdapterGone(RollgridError):
     def __init__(self, version: int, so_far: Sent) -> None:
         message = f"LoRA version {version} was unloaded"
         super().__init__(ErrorCode.VERSION_GONE, message, boundary=Boundary.WEIGHTS, field="weights")
+        self.version = version
         self.so_far = so_far
 
 

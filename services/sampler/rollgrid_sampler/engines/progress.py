@@ -85,6 +85,10 @@ class Progress:
         else:
             self.resumed_from = len(self.token_ids)
 
+    def so_far(self) -> Sent:
+        """What another may continue behind."""
+        return Sent(token_ids=list(self.token_ids), logprobs=self.logprobs[:], version_spans=tuple(self.spans))
+
     def take(
         self,
         token_ids: list[int],

