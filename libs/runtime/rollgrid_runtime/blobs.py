@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import boto3
 from botocore.config import Config
@@ -19,6 +19,14 @@ from .settings import S3Settings
 
 T = TypeVar("T")
 PAYLOAD_PREFIX = "payloads/"
+
+
+class StoredObject(NamedTuple):
+    """`modified`: when it was written last, UNIX seconds by the clock of S3."""
+
+    key: str
+    size: int
+    modified: float
 
 
 class Blobs:
@@ -129,6 +137,21 @@ class Blobs:
             )
             for page in pages:
                 found += [item["Key"] for item in page.get("Contents", [])]
+            return found
+
+        return await self._call(f"list {prefix}", listing)
+
+    async def objects(self, prefix: str) -> list[StoredObject]:
+        """As `keys`, with size and age."""
+
+        def listing() -> list[StoredObject]:
+            found: list[StoredObject] = []
+            pages = self._client.get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=prefix)
+            for page in pages:
+                found += [
+                    StoredObject(item["Key"], item["Size"], item["LastModified"].timestamp())
+                    for item in page.get("Contents", [])
+                ]
             return found
 
         return await self._call(f"list {prefix}", listing)

@@ -30,8 +30,6 @@ V = TypeVar("V")
 log = get_logger(__name__)
 RELIST_S = 10.0
 """How often a view re-reads its bucket whole: deletions by TTL and lost wake-ups are healed then."""
-WRONG_LAST_SEQUENCE = 10071
-"""The server's code for a compare-and-set that lost."""
 BURST_S = 0.05
 """Writes of so long cost a view one listing."""
 
@@ -101,16 +99,20 @@ class Table(Generic[V]):
         except (APIError, NatsError, TimeoutError) as error:
             raise BusError(f"{self.bucket.name}/{key}: {error!r}") from error
 
-    async def delete(self, key: str, revision: int | None = None) -> None:
-        """Delete a key; with `revision`, only if it has not moved since (Conflict otherwise)."""
+    async def delete(self, key: str) -> None:
         store = await self._kv()
         try:
-            await store.delete(key, last=revision)
+            await store.delete(key)
             bus_metrics.written()
         except (APIError, NatsError, TimeoutError) as error:
-            if isinstance(error, APIError) and error.err_code == WRONG_LAST_SEQUENCE:
-                raise Conflict(f"{self.bucket.name}/{key} is past revision {revision}") from error
             raise BusError(f"{self.bucket.name}/{key}: {error!r}") from error
+
+    async def remove(self, revision: int) -> bool:
+        """Delete just this write, leaving nothing behind: for keys that never come again.  False when it was gone.
+
+        A key deleted otherwise leaves a marker, for ever in a bucket without a TTL; but only that wakes views.
+        """
+        return await self._bus.delete_message(f"KV_{self.bucket.name}", revision)
 
     async def keys(self, under: str = ">") -> list[str]:
         """Every key that matches `under` (as subjects do), those of deleted entries too.

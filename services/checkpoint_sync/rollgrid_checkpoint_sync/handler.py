@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from rollgrid_contracts.checkpoints import AdoptedVersion, CheckpointKind, PolicyState, RolloutRequest
+from rollgrid_contracts.checkpoints import PolicyState, RolloutRequest
 from rollgrid_runtime.blobs import Blobs
 from rollgrid_runtime.errors import RollgridError
 from rollgrid_runtime.kv import Table
@@ -19,6 +19,7 @@ from rollgrid_weights.errors import WeightsError
 from rollgrid_weights.rollback import roll_back
 
 from . import metrics, plan
+from .adopted import adopted_version
 from .policies import Changed, change
 from .progress import Progress, Workers, record
 from .register import LocalModel
@@ -101,7 +102,7 @@ class Handler:
     async def _adopt(self, key: str, verified: Verified) -> Changed:
         """Desired, and the first workers named, in one write: nobody is without a version to run in between."""
         terms, manifest = self._terms(key), verified.manifest
-        adopted = adopted_version(verified)
+        adopted = adopted_version(manifest, verified.prefix, verified.weights_digest)
 
         def decide(now: PolicyState) -> PolicyState:
             wanted = plan.adopt(
@@ -132,17 +133,3 @@ class Handler:
             code=error.code,
             error=error.message,
         )
-
-
-def adopted_version(verified: Verified) -> AdoptedVersion:
-    manifest = verified.manifest
-    return AdoptedVersion(
-        version=manifest.version,
-        kind=manifest.kind,
-        prefix=verified.prefix,
-        base_version=0 if manifest.kind is CheckpointKind.FULL else manifest.base_version or 0,
-        step=manifest.step,
-        weights_digest=verified.weights_digest,
-        committed_at=manifest.created_at,
-        bytes=verified.bytes,
-    )

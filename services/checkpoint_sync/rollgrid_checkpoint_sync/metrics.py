@@ -24,6 +24,23 @@ PUBLISH_LAG = Histogram(
 FAILURES = Counter("rollgrid_checkpoint_sync_failures_total", "Rounds of a policy that failed", ["step"])
 UNSETTLED = Gauge("rollgrid_checkpoint_sync_unsettled_policies", "Policies not registered or not reconciled")
 
+KEPT = Gauge("rollgrid_checkpoint_sync_versions_kept", "Versions whose files are kept", ["policy"])
+DELETED = Counter("rollgrid_checkpoint_sync_deleted_bytes_total", "Bytes deleted from object storage", ["policy"])
+WORKERS = Gauge("rollgrid_checkpoint_sync_workers", "Workers of the policy's pool by what they run", ["policy", "runs"])
+LIVE_LAG = Histogram(
+    "rollgrid_checkpoint_sync_live_lag_seconds",
+    "From a version's commit to its running on the last worker of the pool",
+    buckets=(0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600),
+)
+OVERDUE = Gauge("rollgrid_checkpoint_sync_refresh_overdue", "1 while a promised version has not come", ["policy"])
+DISAGREEING = Gauge(
+    "rollgrid_checkpoint_sync_fingerprints_disagreeing", "Loaded versions that compute something else", ["policy"]
+)
+PENDING = Gauge(
+    "rollgrid_checkpoint_sync_fingerprints_pending",
+    "References of running versions not yet from a cold load",
+    ["policy"],
+)
 ROLLOUTS = Counter("rollgrid_checkpoint_sync_rollouts_total", "Rollouts that ended", ["policy", "outcome"])
 
 

@@ -74,9 +74,14 @@ def missing(state: PolicyState, workers: Iterable[WorkerState]) -> list[str]:
     return _missing(state, rollout, there)
 
 
+def loaded(state: PolicyState, worker: WorkerState) -> list[LoadedVersion]:
+    """What the worker has of this policy."""
+    return [one for one in worker.loaded if (one.tenant, one.policy) == (state.tenant, state.policy)]
+
+
 def runs(state: PolicyState, worker: WorkerState) -> int | None:
     """The policy's version that the worker gives new requests; None while it has none."""
-    return next((loaded.version for loaded in _loaded(state, worker) if loaded.current), None)
+    return next((one.version for one in loaded(state, worker) if one.current), None)
 
 
 def holds(state: PolicyState, worker: WorkerState, version: int) -> bool:
@@ -86,11 +91,7 @@ def holds(state: PolicyState, worker: WorkerState, version: int) -> bool:
 
 def ready(state: PolicyState, worker: WorkerState) -> bool:
     """In rotation, staying, and with some version of the policy."""
-    return not worker.draining and worker.quarantined is None and bool(_loaded(state, worker))
-
-
-def _loaded(state: PolicyState, worker: WorkerState) -> list[LoadedVersion]:
-    return [one for one in worker.loaded if (one.tenant, one.policy) == (state.tenant, state.policy)]
+    return not worker.draining and worker.quarantined is None and bool(loaded(state, worker))
 
 
 def _staying(rollout: Rollout, there: Named) -> list[str]:

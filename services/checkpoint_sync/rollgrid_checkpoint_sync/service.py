@@ -16,7 +16,9 @@ from rollgrid_runtime.provision import ensure_consumer
 from rollgrid_runtime.service import connections, instance_name
 
 from . import metrics
+from .collector import Collector
 from .fleet import Fleet
+from .freshness import Freshness
 from .handler import Handler, Terms
 from .plan import BaseChanged
 from .register import BadModel, LocalModel, read_model, register
@@ -64,6 +66,14 @@ class CheckpointSyncService:
             terms=self._terms,
             workers=self.fleet.workers,
         )
+        self._freshness = Freshness()
+        self._collector = Collector(
+            self._bus,
+            self.table,
+            self._blobs,
+            keep_versions=self.settings.keep_versions,
+            upload_ttl_s=self.settings.upload_ttl_s,
+        )
         self._watch = Watch(self._bus, self.settings.list_every_s)
         await self._probe()
 
@@ -74,6 +84,7 @@ class CheckpointSyncService:
             group.create_task(self._move_rollouts())
             group.create_task(self._probe_always())
             group.create_task(self._work())
+            group.create_task(self._collect_always())
 
     async def drain(self) -> None:
         """Wait for the verification under way; the next one finds what is left."""
@@ -159,8 +170,11 @@ class CheckpointSyncService:
                     await self.fleet.changed.wait()
 
     async def _move(self, key: str) -> None:
-        state = self.fleet.policy(key)
-        if state is None or state.rollout is None:
+        state, workers = self.fleet.policy(key), self.fleet.workers()
+        if state is None or workers is None:
+            return
+        self._freshness.observe(key, state, workers, self.fleet.fingerprints(), time.time())
+        if state.rollout is None:
             return
         try:
             await self.handler.progress.advance(key)
@@ -168,6 +182,16 @@ class CheckpointSyncService:
             log.warning("rollout_not_moved", policy=key, code=error.code, error=error.message)
             metrics.FAILURES.labels("rollout").inc()
             await asyncio.sleep(TICK_S)
+
+    async def _collect_always(self) -> None:
+        while True:
+            await asyncio.sleep(self.settings.collect_every_s)
+            for key in list(self.models):
+                try:
+                    await self._collector.collect(key)
+                except RollgridError as error:
+                    log.warning("not_collected", policy=key, code=error.code, error=error.message)
+                    metrics.FAILURES.labels("collect").inc()
 
     # -- readiness ----------------------------------------------------------------------------
 
