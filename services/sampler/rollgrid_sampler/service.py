@@ -189,6 +189,7 @@ class SamplerService:
 
     async def _heal(self) -> None:
         """Out of rotation, and the lease says why: mend what can be mended before the process starts anew."""
+        await self._renew()
         telling = asyncio.create_task(self._lease())
         try:
             await self._weights.heal()
@@ -466,14 +467,17 @@ class SamplerService:
             except BusError as error:
                 log.warning("heartbeat_failed", error=error.message)
 
+    async def _renew(self) -> None:
+        self._weights.changed.clear()
+        try:
+            await self._workers.put(self.worker, self.lease())
+            self._leased_at = time.monotonic()
+        except BusError as error:
+            log.warning("lease_not_renewed", error=error.message)
+
     async def _lease(self) -> None:
         while True:
-            self._weights.changed.clear()
-            try:
-                await self._workers.put(self.worker, self.lease())
-                self._leased_at = time.monotonic()
-            except BusError as error:
-                log.warning("lease_not_renewed", error=error.message)
+            await self._renew()
             await asyncio.sleep(LEASE_PAUSE_S)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(WORKER_LEASE_S / 3):

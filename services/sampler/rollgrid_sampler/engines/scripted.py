@@ -410,7 +410,7 @@ class ScriptedEngine:
             if fault is WeightFault.SLOW_APPLY:
                 await asyncio.sleep(1.0)
             newest = max(self._adapters, default=None)
-            before = self._adapters[newest] if newest is not None else {}
+            before = self._adapters[newest] if newest is not None else files  # the first one has nothing to leave
             self._adapters[version] = mixed(before, files, fault)
             self._label(self._loaded.version)
             return self._loaded
