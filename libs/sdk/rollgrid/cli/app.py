@@ -38,6 +38,7 @@ COMMANDS = {
     "trajectories": Command("trajectories", "app", _WORK),
     "verify": Command("verify", "app", _WORK),
     "rewards": Command("rewards", "app", _WORK),
+    "weights": Command("weights", "app", _WORK),
     "tenants": Command("tenants", "app", _STACK),
 }
 

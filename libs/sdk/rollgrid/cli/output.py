@@ -24,6 +24,7 @@ from rollgrid.errors import (
     RollgridAPIError,
     RollgridError,
     Unreachable,
+    VersionEnded,
 )
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ def parse_json_object(text: str, parameter: str) -> dict[str, Any]:
 
 
 def _code(error: RollgridError) -> Exit:
-    if isinstance(error, (RollgridAPIError, GroupOpen)):
+    if isinstance(error, (RollgridAPIError, GroupOpen, VersionEnded)):
         return Exit.REFUSED
     if isinstance(error, DeadlineExceeded):
         return Exit.TIMEOUT
@@ -101,11 +102,11 @@ def _code(error: RollgridError) -> Exit:
 def _report(error: RollgridError) -> None:
     if "--json" in sys.argv:
         record = {"error": {"type": type(error).__name__, "message": str(error)}}
-        if isinstance(error, RollgridAPIError):
+        if isinstance(error, (RollgridAPIError, VersionEnded)):
             record["error"] |= {
                 name: value
-                for name in ("code", "field", "limit", "status", "retryable", "request_id")
-                if (value := getattr(error, name)) is not None
+                for name in ("code", "field", "limit", "status", "retryable", "request_id", "version")
+                if (value := getattr(error, name, None)) is not None
             }
         print(json.dumps(record), file=sys.stderr)
         return
