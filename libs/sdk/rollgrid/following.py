@@ -105,7 +105,7 @@ class GroupReader(Reader[Page, Group]):
         for item in page.groups:
             if item.cursor > self.cursor:
                 self.cursor = item.cursor
-                fresh.append(Group(item.group, item.cursor))
+                fresh.append(Group(item.group, item.cursor, staleness=item.staleness))
         self.cursor = max(self.cursor, page.cursor)
         self.done = page.done or (not self._follow and not page.groups)
         if self._missing:

@@ -106,8 +106,7 @@ class Handler:
                 deadline = first_deadline  # nothing is published anew, so the first one's holds
         if positions:
             await self._availability.check(submission)
-            patience_s = min(patience_s, max(0.0, deadline - time.time()))
-            weights = await self._pacing.admit(submission, positions, cursor, patience_s)
+            weights = await self._pacing.admit(submission, positions, cursor, patience_s, deadline)
             submission = msgspec.structs.replace(submission, weights=weights)
         with (
             bound(tenant=submission.tenant, run=submission.run, batch=batch_id),

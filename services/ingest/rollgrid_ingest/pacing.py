@@ -40,8 +40,8 @@ PATIENCE_S = 20.0
 LOOK_S = 2.0
 """A waiting submission looks again after so long even if nothing was told it."""
 
-TURN_S = 15.0
-"""Who was asked to come again keeps its place in the line for so long."""
+TURN_S = 5.0
+"""Who was asked to come again keeps its place in the line for so long; clients come within two seconds."""
 
 UNSETTLED_S = 30.0
 """Longer than any publish takes: a batch counted so long ago is jobs by now, or never will be."""
@@ -90,15 +90,25 @@ class Pacing:
         self.stopping = asyncio.Event()
 
     async def admit(
-        self, submission: Submission, positions: Sequence[int], cursor: int, patience_s: float
+        self, submission: Submission, positions: Sequence[int], cursor: int, patience_s: float, deadline: float
     ) -> WeightConstraint:
         """Count the groups at `positions`, waiting up to `patience_s` for capacity; the constraint their jobs carry.
 
-        Raises paced (come again), limit_exceeded, invalid_request, BusError.
+        Behind `deadline` (UNIX seconds) nobody comes again.  Raises paced, limit_exceeded, invalid_request, BusError.
         """
         pace = submission.pace
         if pace is None or not positions:
             return submission.weights
+        try:
+            return await self._admit(submission, pace, positions, cursor, min(patience_s, deadline - time.time()))
+        except RollgridError as error:
+            if error.code is not ErrorCode.PACED or time.time() >= deadline:
+                self._leave(f"{submission.tenant}.{submission.run}", submission.batch_id)
+            raise
+
+    async def _admit(
+        self, submission: Submission, pace: Pace, positions: Sequence[int], cursor: int, patience_s: float
+    ) -> WeightConstraint:
         give_up = time.monotonic() + patience_s
         losses, moved = Losses(), self._catalog.moved
         found = await self._attempt(submission, pace, positions, cursor, losses)
