@@ -8,12 +8,13 @@ Full weights change under a running request inside the engine.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from array import array
 
 import msgspec
 from rollgrid_contracts.failures import Boundary, ErrorCode
-from rollgrid_contracts.jobs import OnRefresh, SampleGroup
+from rollgrid_contracts.jobs import OnRefresh, SampleGroup, VersionRule, VersionSpan
 from rollgrid_contracts.samples import TopLogprobs
 from rollgrid_runtime.errors import RollgridError
 
@@ -21,6 +22,9 @@ from . import alternatives
 from .engines.base import AdapterGone, Delta, Engine, Generated, GenerationRequest, OnDelta, Sent
 from .resume import allowed, continuable
 from .weights import Weights
+
+GAP_S = 10.0
+"""A sample that has lost its version waits so long for one that may go on with it."""
 
 
 class ConstraintLost(Exception):
@@ -66,7 +70,10 @@ class Told:
             self.tops.append(delta.top_logprobs)
         self.token_ids += delta.token_ids
         self.logprobs.extend(delta.logprobs)
-        self.spans += delta.version_spans
+        for span in delta.version_spans:
+            if self.spans and self.spans[-1].version == span.version:
+                span = VersionSpan(version=span.version, start=self.spans.pop().start, end=span.end)
+            self.spans.append(span)
         self.text += len(delta.text)
         if self._on_delta is not None:
             self._on_delta(delta)
@@ -104,7 +111,7 @@ class Generation:
         """Raises RollgridError (EngineDead, VersionLost, …), ConstraintLost."""
         request, told, turns = self._request, None, 0
         while True:
-            request = self._on(request, self._version(), turns)
+            request = self._on(request, await self._version(), turns)
             if request.adapter is None and told is None:
                 return self._checked(await self._engine.generate(request, self._on_delta))
             told = told or Told(request.sent, self._on_delta)
@@ -114,12 +121,18 @@ class Generation:
             request = msgspec.structs.replace(request, sent=self._behind(told))
             turns += 1
 
-    def _version(self) -> int:
+    async def _version(self) -> int:
         if self._pin is not None:
             if not self._weights.has(self._pin):
                 raise VersionLost(self._pin, self._grace_s)
             return self._pin
-        version = self._weights.choose(self._job.weights)
+        constraint = self._job.weights
+        version = self._weights.choose(constraint)
+        if version is None and constraint.rule is not VersionRule.EXACT:  # one goes before the next comes
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(GAP_S):
+                    await self._weights.moved(-1, constraint)
+            version = self._weights.choose(constraint)
         if version is None:
             raise ConstraintLost
         return version

@@ -91,7 +91,7 @@ async def test_a_label_that_moves_before_the_bytes_leaves_rotation_and_heals(
         assert (await lease(stage, "w1")).quarantined is None
         for job in jobs:
             assert versions.lies(job.group_id, (await stage.finished(job)).values()) == []
-    starts: Table[Any] = Table(stage.bus, SUSPECTS, object)  # type: ignore[type-var]
+    starts: Table[Any] = Table(stage.bus, SUSPECTS, object)
     assert all([await starts.get(job.group_id) is None for job in jobs]), "given back is not a start"
 
 
