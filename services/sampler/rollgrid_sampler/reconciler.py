@@ -126,9 +126,10 @@ class Reconciler:
         try:
             if not await self.uses.freed(old, self._settings.pin_grace_s):
                 log.warning("groups_lose_their_version", version=old, grace_s=self._settings.pin_grace_s)
+            # no group that needs one version may begin on the old one while the new one is being applied
+            loaded = await self._apply(staged, self._settings.swap_mode)
         finally:
             self.holding_back = False
-        loaded = await self._apply(staged, self._settings.swap_mode)
         self._before, self._full = self._full, full
         self._is_loaded(staged)
         self._set_current(loaded.version)
