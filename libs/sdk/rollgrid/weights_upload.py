@@ -39,6 +39,9 @@ PARALLEL = 4
 Sent = Callable[[str, int, int], None]
 """Told (file, bytes sent, its size) while a file goes out."""
 
+TRIES = 3
+"""How often a file is sent that does not arrive as it left."""
+
 TIMEOUT_S = 3600.0
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.1, 2.0
 
@@ -210,7 +213,10 @@ class WeightsUpload:
             report = self._sent
             sent = None if report is None else lambda told: report(name, told, size)
             digest = sha256_of(body)
-            self._send(calls.put_file(self.policy, self.upload, name, body, sent))
+            for _ in range(TRIES):
+                taken = self._send(calls.put_file(self.policy, self.upload, name, body, sent))
+                if taken.sha256 == digest:
+                    break  # else it changed on its way; after the last try the shard is refused for it
             return {"name": name, "size": size, "sha256": digest}
         finally:
             self._places.release()

@@ -19,8 +19,8 @@ from .errors import WeightsError, invalid
 from .names import ADAPTER_CONFIG
 from .safetensors_header import TensorEntry
 
-MAX_RANK = 64
-"""Largest rank taken unless a limit is given."""
+MAX_RANK = 512
+"""Largest rank that any engine takes; a fleet's own limit is a setting of checkpoint-sync."""
 
 MAX_CONFIG = 1024 * 1024
 """Bytes of an `adapter_config.json`."""

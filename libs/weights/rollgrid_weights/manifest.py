@@ -11,7 +11,7 @@ from rollgrid_contracts import codec
 from rollgrid_contracts.checkpoints import CheckpointKind, CheckpointManifest, TensorInfo
 
 from .errors import invalid
-from .names import ADAPTER_CONFIG, SIDE_FILES, check_file_name, is_weights
+from .names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, SIDE_FILES, check_file_name, is_weights
 from .tensors import file_info, tensor_infos
 
 
@@ -98,6 +98,9 @@ def check_manifest(manifest: CheckpointManifest) -> None:
     if (ADAPTER_CONFIG in names) != (manifest.kind is CheckpointKind.LORA):
         there = "holds" if ADAPTER_CONFIG in names else "lacks"
         raise invalid(f"a {manifest.kind.value} version {there} {ADAPTER_CONFIG}", ADAPTER_CONFIG)
+    weights = [name for name in names if is_weights(name)]
+    if manifest.kind is CheckpointKind.LORA and weights != [ADAPTER_WEIGHTS]:
+        raise invalid(f"the tensors of an adapter are in {ADAPTER_WEIGHTS} alone", "files")
     if any(file.size < 0 for file in manifest.files):
         raise invalid("the manifest names a file of negative size", "files")
 

@@ -15,6 +15,7 @@ from rollgrid_runtime.blobs import Blobs
 from rollgrid_runtime.errors import RollgridError
 from rollgrid_runtime.kv import Table
 from rollgrid_runtime.logging import bound, get_logger
+from rollgrid_weights.adapter import MAX_RANK
 from rollgrid_weights.errors import WeightsError
 from rollgrid_weights.rollback import roll_back
 
@@ -48,8 +49,10 @@ class Handler:
         *,
         terms: Callable[[str], Terms] = lambda key: Terms(),
         workers: Workers = lambda: None,
+        max_lora_rank: int = MAX_RANK,
     ) -> None:
         self._table, self._blobs, self._models, self._scratch, self._terms = table, blobs, models, scratch, terms
+        self._max_lora_rank = max_lora_rank
         self.progress = Progress(table, blobs, workers)
 
     async def reconcile(self, key: str) -> None:
@@ -86,7 +89,9 @@ class Handler:
                 raise plan.StaleVersion(version, state.newest)
             if state.base_digest != model.state.base_digest:
                 raise plan.BaseChanged(state, model.state.base_digest)
-            verified = await verify(self._blobs, state, model, version, self._scratch)
+            verified = await verify(
+                self._blobs, state, model, version, self._scratch, max_lora_rank=self._max_lora_rank
+            )
             metrics.VERIFY_SECONDS.observe(time.monotonic() - begun)
             changed = await self._adopt(key, verified)
         except (Refused, plan.StaleVersion, plan.BaseGone) as error:

@@ -65,6 +65,7 @@ class CheckpointSyncService:
             self.settings.scratch,
             terms=self._terms,
             workers=self.fleet.workers,
+            max_lora_rank=self.settings.max_lora_rank,
         )
         self._freshness = Freshness()
         self._collector = Collector(

@@ -75,6 +75,7 @@ class CheckpointSyncSettings(ServiceSettings):
     keep_versions: int = Field(default=8, ge=1, description="newest versions kept, beside all that something needs")
     upload_ttl_s: float = Field(default=24 * 3600.0, gt=0, description="uploads not committed by then are deleted")
     rollout: RolloutSetting = RolloutSetting()
+    max_lora_rank: int = Field(default=16, ge=1, le=512, description="adapters beyond it are refused; as the samplers'")
     scratch: Path | None = Field(default=None, description="versions are downloaded here to be verified; None = /tmp")
 
     @field_validator("models")

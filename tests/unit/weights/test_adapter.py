@@ -112,7 +112,7 @@ def test_A43_a_plain_adapter_passes_whole(tmp_path: Path) -> None:
         ({"target_modules": ["q_proj", "embed_tokens"]}, "target_modules", ErrorCode.UNSUPPORTED),
         ({"target_modules": ["q_proj", "v_proj", "gate_proj"]}, "target_modules", ErrorCode.INVALID_REQUEST),
         ({"target_modules": []}, "target_modules", ErrorCode.INVALID_REQUEST),
-        ({"r": 65}, "r", ErrorCode.LIMIT_EXCEEDED),
+        ({"r": 513}, "r", ErrorCode.LIMIT_EXCEEDED),
         ({"r": 0}, "r", ErrorCode.INVALID_REQUEST),
         ({"r": True}, "r", ErrorCode.INVALID_REQUEST),
         ({"lora_alpha": None}, "lora_alpha", ErrorCode.INVALID_REQUEST),
