@@ -22,7 +22,7 @@ from rollgrid_runtime.errors import RollgridError, StorageError
 from rollgrid_runtime.logging import get_logger
 from rollgrid_weights.errors import WeightsError
 from rollgrid_weights.manifest import decode_manifest, weights_digest
-from rollgrid_weights.staging import Held, Staging
+from rollgrid_weights.staging import Fetch, Held, Staging
 
 from . import metrics
 from .engines.base import WeightsRefused
@@ -83,6 +83,13 @@ class Folders:
             log.info("version_staged", version=manifest.version, bytes=held.fetched)
         return held
 
+    def at_hand(self, version: int) -> Path | None:
+        """The folder of a version that is held."""
+        if version == 0:
+            return self._settings.model
+        found = self._held.get(version)
+        return found[0].folder if found is not None else None
+
     async def repair(self) -> tuple[str, ...]:
         """Fetch again what of the held versions is not what its manifest says; the names of those files."""
         damaged: list[str] = []
@@ -108,7 +115,7 @@ class Folders:
             held.release()
         self._held.clear()
 
-    def _fetcher(self, prefix: str):  # type: ignore[no-untyped-def]
+    def _fetcher(self, prefix: str) -> Fetch:
         async def fetch(file: FileInfo, path: Path) -> None:
             await self._blobs.download(prefix + file.name, path)
 

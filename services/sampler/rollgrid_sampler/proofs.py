@@ -79,6 +79,18 @@ class Proofs:
             self._pending.discard(finding.version)
             self._wake()
 
+    async def checked(self, cold: Finding) -> None:
+        """A spare process loaded a version cold: its word is the record's.  Raises Quarantined."""
+        if not self.recording:
+            return
+        try:
+            await self._records.prove(cold, self.engine_class)
+        except BusError as error:
+            log.warning("fingerprint_not_recorded", version=cold.version, error=error.message)
+        mine = self._findings.get(cold.version)
+        if mine is not None:
+            await self._prove(mine)
+
     def forget(self, loaded: Collection[int]) -> None:
         """Keep what was found of these versions only."""
         for version in [one for one in self._findings if one not in loaded]:

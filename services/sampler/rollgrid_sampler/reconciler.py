@@ -32,23 +32,32 @@ ADAPTER = "lora"
 
 
 class Reconciler:
-    """`notify` is called at every change that others should hear of at once.
+    """`notify` is called at every change that others should hear of at once, `on_warm` with each version
+    that was applied to a running engine.
 
     `current` is the version that new requests without a constraint get, `retiring` are LoRA versions
     that new requests do not get any more; `holding_back` while a swap waits for groups.
     """
 
     def __init__(
-        self, engine: Engine, folders: Folders, proofs: Proofs, settings: SamplerSettings, notify: Callable[[], None]
+        self,
+        engine: Engine,
+        folders: Folders,
+        proofs: Proofs,
+        settings: SamplerSettings,
+        notify: Callable[[], None],
+        on_warm: Callable[[Staged], None],
     ) -> None:
         self._engine, self._folders, self._proofs = engine, folders, proofs
-        self._settings, self._notify = settings, notify
+        self._settings, self._notify, self._on_warm = settings, notify, on_warm
         self.uses = Uses()
         self.current = -1
         self.retiring: set[int] = set()
         self._moved = asyncio.Event()
         self.swapping = False
         self.holding_back = False
+        self.kept: set[int] = set()
+        """Versions whose folders somebody reads beside."""
         self.loaded_at: dict[int, float] = {}
         self.committed_at: dict[int, float] = {}
         self._before: AdoptedVersion | None = None
@@ -230,7 +239,7 @@ class Reconciler:
         for version in [one for one in self.loaded_at if one not in loaded]:
             del self.loaded_at[version]
         before = self._before.version if self._before is not None else 0
-        await self._folders.forget({*loaded, *(version.version for version in want.versions), before})
+        await self._folders.forget({*loaded, *self.kept, *(version.version for version in want.versions), before})
 
     async def _remove(self, version: int) -> None:
         self.retiring.add(version)
@@ -259,3 +268,5 @@ class Reconciler:
             self._proofs.give_up(staged.version)
             return
         await self._proofs.look(Finding(staged.version, fingerprint, cold, staged.digest), before)
+        if not cold:
+            self._on_warm(staged)

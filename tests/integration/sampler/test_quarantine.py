@@ -27,7 +27,14 @@ from .versions import Versions, make_base
 @pytest.fixture
 def options(tmp_path: Path) -> dict[str, Any]:
     base = make_base(tmp_path / "base")
-    return {"model": base, "cache": tmp_path / "cache", "policy_wait_s": 5.0, "heal_s": 0.0, "max_loras": 3}
+    return {
+        "model": base,
+        "cache": tmp_path / "cache",
+        "policy_wait_s": 5.0,
+        "heal_s": 0.0,
+        "max_loras": 3,
+        "cold_check_every": 0,
+    }
 
 
 @contextlib.asynccontextmanager
@@ -172,3 +179,26 @@ async def test_records_are_confirmed_once_a_cold_load_gave_the_same(
         await stage.submit(confirmed)
         (sample,) = (await stage.finished(confirmed)).values()
         assert (sample.weight_fingerprint, sample.fingerprint_confirmed) == (found.value.fingerprint, True)
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+async def test_alone_a_stale_tensor_is_found_by_the_next_cold_check(
+    stage: Stage, nats_settings: NatsSettings, s3: S3Settings, blobs: Blobs, options: dict[str, Any], kind: str
+) -> None:
+    versions = Versions(stage.bus, blobs)
+    if kind == "full":
+        await versions.full(1)
+        await versions.desire(0)
+    else:
+        for number in (1, 2):
+            files = {f"{name}.safetensors": f"{name} {number}".encode() for name in ("a", "b")}
+            await versions.put(number, {**files, "adapter_config.json": b"{}"}, base=0)
+        await versions.desire(1)
+    newest = 1 if kind == "full" else 2
+    options |= {"instance": "w1", "cold_check_every": 1, "scripted_weight_faults": {newest: WeightFault.STALE_TENSOR}}
+    async with running(nats_settings, s3, **options) as work:
+        await has(stage, "w1", newest - 1, confirmed=True)
+        await versions.desire(newest)
+        assert "not the one on record" in (await ended(work)).message
+    async with running(nats_settings, s3, **options):
+        await has(stage, "w1", newest, confirmed=True)

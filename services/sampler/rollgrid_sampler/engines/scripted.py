@@ -29,6 +29,7 @@ from rollgrid_contracts.samples import FinishReason, PromptLogprobs, TopLogprobs
 from rollgrid_runtime.logging import get_logger
 
 from rollgrid_sampler import alternatives
+from rollgrid_sampler.cold_check import ColdChecks
 from rollgrid_sampler.resume import continuable
 from rollgrid_sampler.settings import Fault, SamplerSettings, WeightFault
 from rollgrid_sampler.transcript import Transcript
@@ -533,3 +534,13 @@ class ScriptedEngine:
 
 def _fingerprint(digest: bytes) -> str:
     return hashlib.sha256(b"rollgrid-scripted-fingerprint" + digest).hexdigest()
+
+
+class ScriptedColdChecks(ColdChecks):
+    """What a cold load would give is known without one."""
+
+    async def cold_fingerprint(self, version: int, folder: Path, adapter_folder: Path | None = None) -> str:
+        digest = await asyncio.to_thread(weights_digest, folder)
+        if adapter_folder is not None:
+            digest = adapter_digest(digest, await asyncio.to_thread(file_digests, adapter_folder))
+        return _fingerprint(digest)
