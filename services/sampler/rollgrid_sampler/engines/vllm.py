@@ -434,7 +434,8 @@ class VllmEngine:
     async def _apply(self, version: int, folder: Path) -> None:
         """Pause, load, prove, label.  In doubt from the first byte until the label."""
         begun = time.monotonic()
-        await self._llm.pause_generation(mode="keep", clear_cache=True)
+        # not `pause_generation`: it sleeps 20 ms for the order of events, and every flight is ours
+        await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
         self._loaded, self._adapters = Loaded(version=-1), {}
         loading = time.monotonic()
         await self._llm.collective_rpc("rg_reload", args=(str(folder),))

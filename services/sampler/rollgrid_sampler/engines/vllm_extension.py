@@ -65,6 +65,8 @@ class WeightsExtension:
 
     def rg_fingerprint(self, probes: list[list[int]], lora: tuple[str, int, str] | None = None) -> str:
         """sha256 over the float32 prompt logprobs of the probes."""
+        if lora is not None:
+            self._rg_check_spare_slot()
         digest = hashlib.sha256(FINGERPRINT_SCHEMA)
         for values in self.rg_probe(probes, lora):
             digest.update(torch.tensor(values, dtype=torch.float32).numpy().tobytes())
@@ -82,6 +84,14 @@ class WeightsExtension:
         else:
             device = str(current_platform.get_device_name())
         return [str(torch.__version__), device, str(runner.dtype), *backends, *map(str, sizes)]
+
+    def _rg_check_spare_slot(self) -> None:
+        """On CPU vLLM applies the last slot's adapter to tokens that have none (vllm#48421)."""
+        from vllm.platforms import current_platform
+
+        manager = self.model_runner.lora_manager._adapter_manager
+        if current_platform.is_cpu() and manager.lora_index_to_id[-1] is not None:
+            raise RuntimeError("the last LoRA slot is in use: requests without an adapter would get this one")
 
     def _rg_prefill(self, number: int, prompt: list[int], lora: tuple[str, int, str] | None) -> list[list[float]]:
         from vllm.lora.request import LoRARequest

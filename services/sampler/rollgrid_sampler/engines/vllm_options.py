@@ -21,7 +21,7 @@ from rollgrid_sampler.settings import SamplerSettings
 from .base import RequestFailed
 
 EXTENSION = "rollgrid_sampler.engines.vllm_extension.WeightsExtension"
-PROBE_LENGTHS = (96,)
+PROBE_LENGTHS = (32,)
 """Tokens of the fingerprint's probes.  One step: generation stands still for it."""
 
 
@@ -81,12 +81,11 @@ def engine_options(settings: SamplerSettings, folder: Path) -> dict[str, Any]:
     else:
         options["gpu_memory_utilization"] = settings.gpu_memory
     if settings.max_loras:
-        options |= {
-            "enable_lora": True,
-            "max_loras": settings.max_loras,
-            "max_lora_rank": settings.max_lora_rank,
-            "max_cpu_loras": settings.max_cpu_loras,
-        }
+        options |= {"enable_lora": True, "max_lora_rank": settings.max_lora_rank}
+        options |= {"max_loras": settings.max_loras, "max_cpu_loras": settings.lora_places}
+        if settings.device == "cpu":
+            # vLLM's CPU kernels apply the last slot's adapter to every token that has none (vllm#48421): it stays empty
+            options |= {"max_loras": settings.lora_places + 1, "max_cpu_loras": settings.lora_places + 1}
     return options
 
 
