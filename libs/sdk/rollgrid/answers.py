@@ -199,6 +199,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     rollout: Rollout | None = None
     newest_at: float = 0.0
     refresh_due: float = 0.0
+    revision: int = 0
     versions: tuple[LiveVersion, ...] = ()
 
 

@@ -201,8 +201,8 @@ class Weights:
             VersionUnavailable: it was never adopted.
             VersionGone: its files were deleted.
         """
-        self._transport.send(calls.roll_back(policy, number))
-        return PublishedVersion(self._transport, policy, number)
+        changed = self._transport.send(calls.roll_back(policy, number))
+        return PublishedVersion(self._transport, policy, number, changed.revision)
 
     def close(self) -> None:
         """Wait for the publications that are under way."""
@@ -336,8 +336,8 @@ class AsyncWeights:
 
     async def rollback(self, policy: str, number: int) -> AsyncPublishedVersion:
         """As `Weights.rollback`."""
-        await self._transport.send(calls.roll_back(policy, number))
-        return AsyncPublishedVersion(self._transport, policy, number)
+        changed = await self._transport.send(calls.roll_back(policy, number))
+        return AsyncPublishedVersion(self._transport, policy, number, changed.revision)
 
     async def close(self) -> None:
         if self._made is not None:

@@ -45,8 +45,10 @@ def runs_policy(policy: Policy, loaded: tuple[LoadedVersion, ...]) -> bool:
 class LiveWait:
     """The decisions of one wait: `next_call` says what to ask, `accept` what the answer means."""
 
-    def __init__(self, policy: str, version: int, timeout: float, min_workers: int | None) -> None:
+    def __init__(self, policy: str, version: int, timeout: float, min_workers: int | None, revision: int = 0) -> None:
+        """Answers older than `revision` of the policy say nothing: servers learn of a write a moment after it."""
         self._policy, self._version, self._timeout, self._min_workers = policy, version, timeout, min_workers
+        self._revision = revision
         self.deadline = time.monotonic() + timeout
         self._seen: Policy | None = None
         self._asked = False
@@ -68,6 +70,9 @@ class LiveWait:
             self._asked = True
         else:
             self._seen, self._asked = answer, False
+            if answer.revision < self._revision:
+                self._asked = True
+                return False
             if self._is_doubtful():
                 return False  # the next call asks why
             if live_on(answer, self._version, self._min_workers):
@@ -116,8 +121,9 @@ def _raise_ended(state: Version) -> None:
 class PublishedVersion:
     """A committed version; samples may run on it from now on."""
 
-    def __init__(self, transport: SyncTransport, policy: str, version: int) -> None:
-        self._transport = transport
+    def __init__(self, transport: SyncTransport, policy: str, version: int, revision: int = 0) -> None:
+        """`revision`: of the policy, as far as a write of ours has moved it."""
+        self._transport, self._revision = transport, revision
         self.policy = policy
         self.version = version
 
@@ -132,7 +138,7 @@ class PublishedVersion:
             VersionRefused: its bytes were examined and refused.
             VersionRolledBack: it was desired, and the fleet has gone back to an earlier one.
         """
-        wait = LiveWait(self.policy, self.version, timeout, min_workers)
+        wait = LiveWait(self.policy, self.version, timeout, min_workers, self._revision)
         try:
             while not wait.accept(self._transport.send(wait.next_call(), deadline=wait.deadline, budget_s=timeout)):
                 time.sleep(wait.pause())
@@ -147,14 +153,15 @@ class PublishedVersion:
 class AsyncPublishedVersion:
     """As `PublishedVersion`."""
 
-    def __init__(self, transport: AsyncTransport, policy: str, version: int) -> None:
-        self._transport = transport
+    def __init__(self, transport: AsyncTransport, policy: str, version: int, revision: int = 0) -> None:
+        """`revision`: of the policy, as far as a write of ours has moved it."""
+        self._transport, self._revision = transport, revision
         self.policy = policy
         self.version = version
 
     async def live(self, timeout: float = 120.0, *, min_workers: int | None = None) -> AsyncPublishedVersion:
         """As `PublishedVersion.wait_live`."""
-        wait = LiveWait(self.policy, self.version, timeout, min_workers)
+        wait = LiveWait(self.policy, self.version, timeout, min_workers, self._revision)
         while True:
             try:
                 answer = await self._transport.send(wait.next_call(), deadline=wait.deadline, budget_s=timeout)

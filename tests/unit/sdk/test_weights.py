@@ -10,12 +10,13 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from rollgrid import AsyncClient, Client, DeadlineExceeded, Retries, VersionRefused, VersionRolledBack
 from rollgrid.answers import Policy
 from rollgrid.errors import ConfigurationError, InvalidRequest, UploadIncomplete
-from rollgrid.weights_live import live_on
+from rollgrid.weights_live import LiveWait, live_on
 from rollgrid.weights_source import distinct, read_source, serialised
 from rollgrid_contracts.checkpoints import CheckpointKind
 from rollgrid_contracts.fleet import LoadedVersion, WorkerState
@@ -301,6 +302,14 @@ def test_waiting_ends_with_the_reason_of_a_refusal_or_a_way_back(ingest: FaultyI
     with pytest.raises(VersionRolledBack) as back:
         version.wait_live(timeout=10)
     assert (back.value.code, back.value.field) == ("expired", "rollout")
+
+
+def test_A44_what_a_server_has_not_heard_of_yet_is_no_proof() -> None:
+    """The way back to 1 was written as revision 8; a server that still shows 7 seems to have superseded it."""
+    wait = LiveWait("p", 1, 10, None, revision=8)
+    assert not wait.accept(msgspec.structs.replace(policy(2, NEW), revision=7))
+    assert not wait.accept(msgspec.structs.replace(policy(1, NEW), revision=8))
+    assert wait.accept(msgspec.structs.replace(policy(1, OLD), revision=8))
 
 
 # -- asyncio ----------------------------------------------------------------------------------------
