@@ -58,6 +58,7 @@ ENTRIES = st.builds(
     reward=st.none() | st.floats(allow_nan=False, allow_infinity=False),
     score_status=st.none() | st.sampled_from(ScoreStatus),
     scores=st.lists(SCORES, max_size=2).map(tuple),
+    staleness=st.none() | st.integers(0, 9),
     turns=st.lists(SAMPLES, max_size=2).map(tuple),
     engine=TEXT,
 )
@@ -117,6 +118,9 @@ def test_columns_say_what_the_record_says(groups: list) -> None:
         assert all(a == b or math.isnan(a) for a, b in zip(row["logprobs"], entry.sample.logprobs, strict=True))
         assert (row["reward"], row["status"]) == (entry.reward, entry.sample.status.value)
         assert row["score_values"] == [score.value for score in entry.scores]
+        made = [span.version for sample in (entry.turns or (entry.sample,)) for span in sample.version_spans]
+        assert (row["oldest_version"], row["newest_version"]) == (min(made, default=None), max(made, default=None))
+        assert (row["staleness"], row["fingerprint_confirmed"]) == (entry.staleness, entry.sample.fingerprint_confirmed)
         assert row["error_code"] == (entry.sample.error.code.value if entry.sample.error else None)
         for column in COLUMNS:
             assert column.nullable or row[column.name] is not None, column.name
