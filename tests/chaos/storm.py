@@ -27,6 +27,8 @@ from .client import Load, StormClient
 from .evidence import gather, read_closes
 from .faults import Fault, Storm, deck, tapped
 from .journal import Accepted, Delivered
+from .refresher import Refresher, digests
+from .truth import tokens_are_of_their_versions
 
 QUIET_S = 60.0
 """I10: within so long after the last fault everything accepted has closed."""
@@ -41,6 +43,8 @@ class Outcome(NamedTuple):
     faults: int
     quiet_after_s: float
     story: list[str]
+    versions: frozenset[int] = frozenset()
+    """Those that made tokens, where weights were refreshed."""
 
     def report(self) -> str:
         accepted = {g: line.n for line in self.evidence.journal if isinstance(line, Accepted) for g in line.group_ids}
@@ -74,10 +78,12 @@ def run_storm(
     pause_s: tuple[float, float] = (0.3, 2.0),
     faults: Iterator[Fault] | None = None,
     expect: Expectation | None = None,
+    refresh_every_s: float | None = None,
 ) -> Outcome:
     """Everything the seed decides is decided here; the interleaving is the machine's.
 
-    `pause_s` are the shortest and longest time between two faults.
+    `pause_s` are the shortest and longest time between two faults.  With `refresh_every_s` new weights are
+    published all the time, and every token is checked against those that its version names (scripted engine).
     """
     draw = random.Random(seed)
     story: list[str] = [f"seed {seed}"]
@@ -96,6 +102,10 @@ def run_storm(
         reader.start()
         stop = threading.Event()
         player = threading.Thread(target=client.play, args=("k", stop), daemon=True)
+        refresher = Refresher(pipe, refresh_every_s) if refresh_every_s else None
+        over = threading.Event()
+        if refresher is not None:
+            threading.Thread(target=refresher.play, args=(over,), daemon=True).start()
         storm = Storm(pipe, tap, say)
         storm.extra["reader"] = reader.strike
         cards = faults or itertools.chain.from_iterable(
@@ -104,6 +114,7 @@ def run_storm(
         try:
             player.start()
             storm.play(cards, time.monotonic() + load.over_s, lambda: draw.uniform(*pause_s))
+            over.set()
             pipe.heal()
             healed = time.monotonic()
             say("the storm is over; everything runs")
@@ -113,20 +124,39 @@ def run_storm(
             say("everything accepted has closed")
             evidence, jobs_left = asyncio.run(_settle(pipe, [journal, seen]))
             violations = check(evidence, expect)
+            versions: frozenset[int] = frozenset()
+            if refresher is not None:
+                violations += tokens_are_of_their_versions(evidence.closes, asyncio.run(_digests(pipe)))
+                versions = versions_of(evidence)
+                say(f"published {refresher.published}, failed {refresher.failures}; tokens of {sorted(versions)}")
             violations += [Violation("I1", key, "no verdict of the door ever came") for key in client.unanswered]
             violations += [Violation("client", "", what) for what in client.broken]
             if jobs_left:
                 violations.append(Violation("clean", "RG_JOBS", f"{jobs_left} jobs are left over"))
             pipe.kill()
             violations += [Violation("orphan", "", what) for what in orphans(pipe, within_s=2.0)]
-            return Outcome(evidence, violations, jobs_left, storm.played, quiet_after_s, story)
+            return Outcome(evidence, violations, jobs_left, storm.played, quiet_after_s, story, versions)
         except BaseException:
             print(pipe.logs(), file=sys.stderr)
             raise
         finally:
             stop.set()
+            over.set()
             reader.kill()
             client.close()
+
+
+def versions_of(evidence: Evidence) -> frozenset[int]:
+    samples = [entry.sample for close in evidence.closes for entry in close.record.entries]
+    return frozenset(span.version for sample in samples for span in sample.version_spans)
+
+
+async def _digests(pipe: Stack) -> dict[int, bytes]:
+    blobs = Blobs(pipe.weed.settings(pipe.bucket))
+    try:
+        return await digests(pipe, blobs)
+    finally:
+        blobs.close()
 
 
 def orphans(pipe: Stack, within_s: float) -> list[str]:

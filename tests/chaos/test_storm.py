@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from rollgrid_contracts.jobs import OnRefresh
 
 from tests.support.stack import scripted, vllm
 from tests.support.tiny_models import TinyModel
@@ -32,21 +33,27 @@ def seed() -> int:
 @pytest.mark.chaos
 @pytest.mark.slow
 @pytest.mark.timeout(SECONDS + 400)
-def test_i1_i2_i3_i5_i10_every_accepted_sample_ends_once_through_the_storm() -> None:
+def test_i1_i2_i3_i4_i5_i10_every_accepted_sample_ends_once_through_the_storm() -> None:
+    """And I4: new weights come all the time, and no token is of others than its version says."""
+    chosen = seed()
     plan = scripted(
         token_rate=100,
         samplers=2,
         loggers=2,
         ack_wait_s=2.0,
         folder=KEEP,
-        env={"ROLLGRID_TRAJECTORY_LOGGER_ARCHIVE_AGE_S": "2", "ROLLGRID_SAMPLER_MAX_STARTS": "50"},
+        env={
+            "ROLLGRID_TRAJECTORY_LOGGER_ARCHIVE_AGE_S": "2",
+            "ROLLGRID_SAMPLER_MAX_STARTS": "50",
+            "ROLLGRID_SAMPLER_SWAP_MODE": list(OnRefresh)[chosen % 3].value,
+        },
     )
-    outcome = run_storm(
-        plan, Load(samples=max(500, int(10 * SECONDS)), over_s=SECONDS, deadline_s=SECONDS + 90), seed()
-    )
+    load = Load(samples=max(500, int(10 * SECONDS)), over_s=SECONDS, deadline_s=SECONDS + 90)
+    outcome = run_storm(plan, load, chosen, refresh_every_s=2.0)
     print(outcome.report())
     assert not outcome.violations, outcome.report()
     assert outcome.quiet_after_s < 60
+    assert len(outcome.versions) >= 3, outcome.report()
 
 
 @pytest.mark.chaos
