@@ -34,7 +34,7 @@ WARM_UP = 0.25
 """Share of the run that is not fitted."""
 BATCH = 50
 MIB = 2**20
-SETTLE_S = 60.0
+SETTLE_S = 180.0
 
 
 def plan() -> StackPlan:

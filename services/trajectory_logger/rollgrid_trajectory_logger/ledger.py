@@ -37,6 +37,8 @@ def unknown(job: SampleGroup) -> str | None:
 
 SUPERSEDED_KEPT = 10_000
 """Superseded finishes remembered until somebody takes them; the counter counts all."""
+ENDED_TIMERS = 1024
+"""Deadlines of ended groups kept beyond as many as there are open ones."""
 
 
 class Close(NamedTuple):
@@ -139,6 +141,8 @@ class Ledger:
 
     def constrained(self, until: float) -> bool:
         """Whether a group is due by `until` that asks for certain versions and of which nothing has come."""
+        if self.next_deadline is None or self.next_deadline > until:
+            return False
         for deadline, group_id in self._deadlines:
             group = self.open.get(group_id)
             if deadline <= until and group is not None and group.waits_for_versions:
@@ -192,6 +196,11 @@ class Ledger:
         return self._waiting[0].event.job_seq if self._waiting else None
 
     @property
+    def timers(self) -> int:
+        """Deadlines kept: those of the open groups, and a bounded number of ended ones."""
+        return len(self._deadlines)
+
+    @property
     def next_deadline(self) -> float | None:
         return self._deadlines[0][0] if self._deadlines else None
 
@@ -217,7 +226,14 @@ class Ledger:
         if group is None:
             group = self._open(OpenGroup(source=job, deadline=job.deadline))
             heapq.heappush(self._deadlines, (job.deadline, job.group_id))
+            if len(self._deadlines) > 2 * len(self.open) + ENDED_TIMERS:
+                self._forget_ended_timers()
         return group
+
+    def _forget_ended_timers(self) -> None:
+        """Most groups close long before their deadline: without this their timers stay until it passes."""
+        self._deadlines = [timer for timer in self._deadlines if timer[1] in self.open]
+        heapq.heapify(self._deadlines)
 
     def _open(self, group: OpenGroup) -> OpenGroup:
         source = group.source

@@ -269,3 +269,16 @@ def test_an_answer_names_what_is_done_and_no_other_tenants_groups() -> None:
     assert (known.batch.samples, known.batch.finished, known.batch.open_groups) == (2, 1, ("g1",))
     foreign = answer(stream.ledger, LedgerQuery(group_ids=("g1",), batch_id="b1", tenant="globex"))
     assert (foreign.groups[0].known, foreign.batch) == (False, None)
+
+
+def test_timers_of_closed_groups_do_not_pile_up_and_open_ones_still_end() -> None:
+    """Groups close long before their deadline: what the ledger keeps follows what is open."""
+    ledger = Ledger(3)
+    ledger.job_read(1, job(group_id="slow", deadline=90.0), NOW)
+    for seq in range(2, 6000):
+        ledger.job_read(seq, job(group_id=f"g{seq}", deadline=100.0), NOW)
+        ledger.closed(ClosedRead(f"g{seq}", "b1", SUBJECT, seq, (2, 0, 0, 0), NOW))
+    assert ledger.timers < 2000
+    assert ledger.next_deadline == 90.0
+    expired = [decision for decision in ledger.advance(95.0, 95.0) if isinstance(decision, Close)]
+    assert [close.group_id for close in expired] == ["slow"]
