@@ -12,6 +12,7 @@ from rollgrid_contracts.jobs import SamplingParams, WeightConstraint
 
 from . import calls
 from .answers import Accepted, BatchProgress, Fleet, Model, Policy, Posted, ScoredTokens
+from .async_weights import AsyncWeights
 from .client import iteration_timeout, pace_deadline
 from .cursor import CursorFile
 from .discovery import resolve
@@ -21,7 +22,6 @@ from .results import Group
 from .rewards import Post, PostReader, PostTarget, RewardsLike, group_of, post_body, run_body
 from .tasks import ScorerLike, TaskLike, score_body, submission
 from .transport import AsyncTransport, Call, Retries
-from .weights import AsyncWeights
 
 
 class AsyncBatch:

@@ -156,7 +156,7 @@ def test_a_module_that_no_target_names_and_one_the_base_lacks() -> None:
 def test_not_finite_and_a_full_version_with_an_adapters_configuration(tmp_path: Path) -> None:
     path = folder(tmp_path / "a", tensors())
     good = manifest(path)
-    broken = tensors(**{Q_A: np.full((2, 8), np.nan, np.float32)})
+    broken = tensors() | {Q_A: np.full((2, 8), np.nan, np.float32)}
     write(path / ADAPTER_WEIGHTS, broken)
     with pytest.raises(WeightsError, match="not finite"):
         manifest(path)
