@@ -10,7 +10,7 @@ from rollgrid import Client
 from rollgrid.errors import RollgridError
 from rollgrid_contracts.checkpoints import MANIFEST_NAME, CheckpointKind, version_root
 from rollgrid_runtime.blobs import Blobs
-from rollgrid_sampler.engines.scripted import combined, weights_digest
+from rollgrid_sampler.engines.script import combined, weights_digest
 from rollgrid_weights.manifest import decode_manifest
 from rollgrid_weights.names import is_weights
 from safetensors.numpy import load_file

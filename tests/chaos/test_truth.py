@@ -11,7 +11,7 @@ from rollgrid_contracts.arrays import Floats, TokenIds
 from rollgrid_contracts.jobs import VersionSpan
 from rollgrid_contracts.samples import Sample
 from rollgrid_contracts.trajectories import Entry
-from rollgrid_sampler.engines.scripted import combined, sample_key, script
+from rollgrid_sampler.engines.script import combined, sample_key, script
 
 from .test_checker import GROUPS, close, closed, sample
 from .truth import tokens_are_of_their_versions

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 from rollgrid_contracts import ids
 from rollgrid_contracts.samples import Sample, SampleStatus
-from rollgrid_sampler.engines.scripted import sample_key, script
+from rollgrid_sampler.engines.script import sample_key, script
 
 from .checker import Close, Violation
 

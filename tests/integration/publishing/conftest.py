@@ -11,7 +11,7 @@ import pytest
 from rollgrid import Client, Retries
 from rollgrid.results import Group
 from rollgrid_contracts import ids
-from rollgrid_sampler.engines.scripted import adapter_digest, file_digests, sample_key, script, weights_digest
+from rollgrid_sampler.engines.script import adapter_digest, file_digests, sample_key, script, weights_digest
 from safetensors.numpy import load_file, save_file
 
 from tests.support.stack import POLICY, Stack, scripted, stack

@@ -16,7 +16,7 @@ from rollgrid_contracts.scoring import ScorerSpec
 from rollgrid_contracts.subjects import PoolLane
 from rollgrid_contracts.topology import pool_consumer
 from rollgrid_runtime.settings import NatsSettings, S3Settings
-from rollgrid_sampler.engines.scripted import sample_key, script, weights_digest
+from rollgrid_sampler.engines.script import sample_key, script, weights_digest
 from rollgrid_sampler.settings import Fault
 
 from .stage import POOL, Stage, make_job, sampler

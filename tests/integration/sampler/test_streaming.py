@@ -25,7 +25,7 @@ from rollgrid_contracts.jobs import (
 from rollgrid_contracts.samples import FinishReason, Sample, SampleStatus
 from rollgrid_contracts.subjects import PoolLane
 from rollgrid_runtime.settings import NatsSettings, S3Settings
-from rollgrid_sampler.engines.scripted import sample_key, script, spell, weights_digest
+from rollgrid_sampler.engines.script import sample_key, script, spell, weights_digest
 
 from tests.support.servers import scratch
 from tests.support.tiny_models import tiny_model

@@ -15,7 +15,7 @@ from rollgrid_contracts.topology import POLICIES
 from rollgrid_runtime.blobs import Blobs
 from rollgrid_runtime.kv import Table
 from rollgrid_runtime.settings import NatsSettings, S3Settings
-from rollgrid_sampler.engines.scripted import sample_key, script, weights_digest
+from rollgrid_sampler.engines.script import sample_key, script, weights_digest
 
 from .stage import POOL, Stage, make_job, sampler
 

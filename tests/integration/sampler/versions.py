@@ -28,7 +28,7 @@ from rollgrid_contracts.topology import POLICIES
 from rollgrid_runtime.blobs import Blobs
 from rollgrid_runtime.bus import Bus
 from rollgrid_runtime.kv import Table
-from rollgrid_sampler.engines.scripted import adapter_digest, combined, sample_key, script
+from rollgrid_sampler.engines.script import adapter_digest, combined, sample_key, script
 from rollgrid_weights.manifest import encode_manifest, weights_digest
 
 from .stage import POOL

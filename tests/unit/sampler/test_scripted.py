@@ -14,7 +14,8 @@ from rollgrid_contracts import ids
 from rollgrid_contracts.jobs import OnRefresh, SamplingParams
 from rollgrid_contracts.samples import FinishReason
 from rollgrid_sampler.engines.base import EngineDead, GenerationRequest, RequestFailed
-from rollgrid_sampler.engines.scripted import ScriptedEngine, cut, sample_key, script, spell, weights_digest
+from rollgrid_sampler.engines.script import cut, sample_key, script, spell, weights_digest
+from rollgrid_sampler.engines.scripted import ScriptedEngine
 from rollgrid_sampler.settings import EngineKind, Fault, SamplerSettings
 
 EOS = 2
