@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 from collections.abc import Iterator
 
-from nats.aio.msg import Msg
 from rollgrid_contracts.checkpoints import AdoptedVersion, CheckpointKind, PolicyState
 from rollgrid_contracts.fleet import LoadedVersion
 from rollgrid_contracts.jobs import SampleGroup, VersionRule, VersionSpan, WeightConstraint
@@ -363,7 +362,7 @@ class Weights:
         if not self._engine.facts.max_loras:
             return
 
-        async def heard(_: Msg) -> None:
+        async def heard(_: object) -> None:
             self._view.changed.set()
 
         subscription = await self._bus.subscribe_raw(self._pins.subject(), heard)
