@@ -124,7 +124,7 @@ def _worker(worker: WorkerState, earlier: WorkerState | None, at: float) -> dict
     return {
         "worker": worker.worker,
         "state": state,
-        "problem": worker.quarantined,
+        "problem": worker.quarantined or worker.weights_problem,
         "engine": worker.engine,
         "loaded": [f"{version.policy}@{version.version}" for version in worker.loaded],
         "slots": worker.slots,
