@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rollgrid_contracts.checkpoints import Pin, Rollout, pin_key
 from rollgrid_contracts.failures import ErrorCode
-from rollgrid_contracts.jobs import OnRefresh, SampleGroup, SamplingParams, VersionRule, WeightConstraint
+from rollgrid_contracts.jobs import OnRefresh, Reply, SampleGroup, SamplingParams, VersionRule, WeightConstraint
 from rollgrid_contracts.samples import Sample, SampleStatus
 from rollgrid_contracts.subjects import PoolLane
 from rollgrid_contracts.topology import PINS, SUSPECTS, pool_consumer
@@ -19,6 +19,7 @@ from rollgrid_runtime.kv import Table
 from rollgrid_runtime.settings import NatsSettings, S3Settings
 from rollgrid_sampler.service import SamplerService
 
+from .frames import joined, listening, until
 from .stage import Stage, make_job, sampler
 from .versions import Versions, make_base
 
@@ -123,6 +124,34 @@ async def test_requests_on_an_adapter_meet_a_newer_one_as_they_asked(
             found = (await stage.finished(job)).values()
             assert [made_by(sample) for sample in found] == [expected], name
             assert versions.lies(job.group_id, found, 0.01) == [], name
+
+
+@pytest.mark.parametrize("how", ["newer", "unloaded"])
+async def test_a_stream_goes_on_over_its_adapters_as_it_is_recorded(
+    stage: Stage, nats_settings: NatsSettings, s3: S3Settings, versions: Versions, options: dict[str, Any], how: str
+) -> None:
+    """A14 over a LoRA refresh: frames adjacent, text without a hole, alternatives of both versions."""
+    for number in (1, 2):
+        await versions.lora(number)
+    await versions.desire(1)
+    options |= {"scripted_token_rate": 100.0, "max_loras": 1 if how == "unloaded" else 2, "pin_grace_s": 0.1}
+    mode = OnRefresh.ABORT if how == "newer" else OnRefresh.WAIT
+    sampling = SamplingParams(max_tokens=150, ignore_eos=True, seed=1, logprobs=2)
+    job = make_job("stream", n=2, sampling=sampling, on_refresh=mode, reply=Reply.STREAM)
+    async with listening(stage.bus, job.group_id) as stream, sampler(nats_settings, s3, **options):
+        await stage.submit(job)
+        await until(lambda: min(stream.tokens(0), stream.tokens(1)) > 20)
+        await versions.desire(2)
+        await stream.replied(2)
+        found = await stage.samples(job.group_id)
+    for index, sample in found.items():
+        assert made_by(sample) == [1, 2]
+        whole = joined(stream.frames[index])
+        assert (whole.token_ids, whole.logprobs, whole.text) == (sample.token_ids, sample.logprobs, sample.text)
+        assert (whole.spans, whole.top_logprobs) == (sample.version_spans, sample.top_logprobs)
+        assert sample.top_logprobs is not None
+        assert len(sample.top_logprobs.token_ids) == 2 * len(sample.token_ids)
+    assert versions.lies(job.group_id, found.values()) == []
 
 
 async def test_an_adapter_in_use_makes_room_only_after_its_grace(

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rollgrid_contracts.fleet import WorkerState
 from rollgrid_contracts.jobs import SamplingParams, VersionRule, WeightConstraint
 from rollgrid_runtime.blobs import Blobs
 from rollgrid_runtime.bus import Bus
 from rollgrid_runtime.settings import NatsSettings, S3Settings
+from rollgrid_sampler import metrics
 from rollgrid_sampler.settings import WeightFault
 
 from tests.support.servers import NatsServer, new_bucket, seaweed_server
@@ -132,3 +134,35 @@ async def test_a_joiner_during_a_refresh_is_not_ready_before_it_has_caught_up(
     await refreshing
     assert {span.version for sample in found for span in sample.version_spans} == {3}
     assert versions.lies(job.group_id, found) == []
+
+
+async def test_a_refused_version_is_a_problem_and_a_slow_one_an_alarm(
+    stage: Stage, nats_settings: NatsSettings, s3: S3Settings, blobs: Blobs, tmp_path: Path
+) -> None:
+    versions = Versions(stage.bus, blobs)
+    for number in (1, 2):
+        await versions.full(number)
+    await versions.desire(0)
+    options: dict[str, Any] = {"model": make_base(tmp_path / "base"), "cache": tmp_path / "cache", "policy_wait_s": 5.0}
+    options |= {"scripted_weight_faults": {1: WeightFault.REFUSE, 2: WeightFault.SLOW_APPLY}, "swap_deadline_s": 0.2}
+    async with sampler(nats_settings, s3, **options) as one:
+
+        async def lease() -> WorkerState:
+            return (await stage.workers())[one.worker]
+
+        await versions.desire(1)
+        async with asyncio.timeout(20):
+            while "refused" not in ((await lease()).weights_problem or ""):
+                await asyncio.sleep(0.02)
+        job = make_job("still", n=2)
+        await stage.submit(job)
+        assert versions.lies(job.group_id, (await stage.finished(job)).values()) == []
+        assert one.engine.loaded.version == 0
+        await versions.desire(2)
+        async with asyncio.timeout(20):
+            while not (metrics.SWAP_OVERDUE._value.get() and (await lease()).swapping):
+                await asyncio.sleep(0.02)
+            while (await lease()).swapping or (await lease()).weights_problem:
+                await asyncio.sleep(0.02)
+        assert metrics.SWAP_OVERDUE._value.get() == 0
+        assert one.engine.loaded.version == 2
