@@ -9,7 +9,7 @@ export VENV ROLLGRID_ENGINE
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: help setup check lint-fix test test-fast clients-env test-clients models demo up down train bench chaos lock clean \
+.PHONY: help setup check lint-fix test test-fast clients-env test-clients models demo up down train bench bench-refresh chaos lock clean \
         up-compose down-compose test-compose
 
 help: ## print this
@@ -75,6 +75,9 @@ train: models ## the sixty-line GRPO loop on the tiny model
 
 bench: setup ## every figure beside its budget: control plane, tenants, engine overhead, latency (ARGS=--quick)
 	$(BIN)/python -m benchmarks $(ARGS)
+
+bench-refresh: setup ## what new weights cost: the pause, tokens lost, publish to first new token (ARGS='--models tiny')
+	$(BIN)/python -m benchmarks.refresh $(ARGS)
 
 chaos: models ## the long kill storm; prints its seeds
 	ROLLGRID_CHAOS=long $(BIN)/pytest tests/chaos -m chaos --timeout=3600 $(ARGS)

@@ -1,7 +1,7 @@
 """`make bench`: every budget of the design's section 13 that this fleet has so far, in one run.
 
 The control plane by both doors and with a scorer, a flood beside a quiet tenant, fleet tokens a second
-against a bare AsyncLLM, and what the doors add to a call.  ARGS='--quick' takes a part of the work,
+against a bare AsyncLLM, what new weights cost, and what the doors add to a call.  ARGS='--quick' takes a part of the work,
 ARGS='--only latency,fairness' some of it; every benchmark is a module of its own, with a help text.
 """
 
@@ -12,10 +12,10 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 
-from benchmarks import control_plane, engine_overhead, fairness, latency
+from benchmarks import control_plane, engine_overhead, fairness, latency, refresh
 from benchmarks.report import Result, missed, print_result, save
 
-PLAN = {"control": "control plane", "fairness": "tenants", "overhead": "engine overhead", "latency": "doors"}
+PLAN = {"control": "control plane", "fairness": "tenants", "overhead": "engine overhead", "latency": "doors", "refresh": "weight refresh"}
 
 
 def steps(quick: bool) -> Iterator[tuple[str, bool, Callable[[], Result]]]:
@@ -39,6 +39,14 @@ def steps(quick: bool) -> Iterator[tuple[str, bool, Callable[[], Result]]]:
                     model, concurrency, rounds=1 if quick else 3
                 ),
             )
+    for model in ("tiny", "smollm2"):
+        yield (
+            "refresh",
+            True,
+            lambda model=model: refresh.measure(  # type: ignore[misc]
+                model, refreshes=10, rounds=1 if quick else 3, publishes=2 if quick else 5
+            ),
+        )
     yield "latency", True, lambda: latency.measure(calls=30 if quick else 100, tokens=16, rounds=1 if quick else 3)
 
 

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rollgrid_runtime.errors import RollgridError
+from rollgrid_weights.errors import WeightsError
 from rollgrid_weights.safetensors_header import read_header
 
 from .base import WeightsRefused
@@ -44,7 +44,7 @@ def shapes(folder: Path) -> Shapes:
     try:
         for path in sorted(folder.glob("*.safetensors")):
             found |= {name: entry.shape for name, entry in read_header(path).items()}
-    except (RollgridError, OSError) as error:
+    except (WeightsError, OSError) as error:
         raise WeightsRefused(f"{folder.name}: {error}", intact=True) from error
     return found
 
