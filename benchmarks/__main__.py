@@ -1,8 +1,9 @@
 """`make bench`: every budget of the design's section 13 that this fleet has so far, in one run.
 
 The control plane by both doors and with a scorer, a flood beside a quiet tenant, fleet tokens a second
-against a bare AsyncLLM, what new weights cost, and what the doors add to a call.  ARGS='--quick' takes a part of the work,
-ARGS='--only latency,fairness' some of it; every benchmark is a module of its own, with a help text.
+against a bare AsyncLLM, what new weights cost, and what the doors add to a call.  ARGS='--quick' takes
+a part of the work, ARGS='--only latency,fairness' some of it; every benchmark is a module of its own,
+with a help text.
 """
 
 from __future__ import annotations
@@ -15,7 +16,13 @@ from collections.abc import Callable, Iterator
 from benchmarks import control_plane, engine_overhead, fairness, latency, refresh
 from benchmarks.report import Result, missed, print_result, save
 
-PLAN = {"control": "control plane", "fairness": "tenants", "overhead": "engine overhead", "latency": "doors", "refresh": "weight refresh"}
+PLAN = {
+    "control": "control plane",
+    "fairness": "tenants",
+    "overhead": "engine overhead",
+    "latency": "doors",
+    "refresh": "weight refresh",
+}
 
 
 def steps(quick: bool) -> Iterator[tuple[str, bool, Callable[[], Result]]]:
