@@ -109,10 +109,10 @@ class Commits:
 
     async def _draft(self, upload: Upload, rollout: RolloutRequest | None) -> CheckpointManifest:
         """The manifest but for its number.  Raises upload_incomplete, invalid_request, unsupported."""
-        shards = await self._uploads.shards(upload)
-        missing = missing_ranks(upload, shards)
+        missing = missing_ranks(upload, await self._uploads.finished(upload))
         if missing:
             raise _incomplete(upload, missing)
+        shards = await self._uploads.shards(upload)
         files = _files(shards)
         tensors = tuple(tensor for _, shard in sorted(shards.items()) for tensor in shard.tensors)
         described = bool(tensors) and all(shard.tensors or not shard.files for shard in shards.values())
@@ -186,8 +186,7 @@ class Commits:
     async def _drop(self, manifest: CheckpointManifest) -> None:
         """Files under a number that another publisher has: its garbage collection would find them, later."""
         try:
-            for file in manifest.files:
-                await self._blobs.delete(manifest.prefix + file.name)
+            await asyncio.gather(*(self._blobs.delete(manifest.prefix + file.name) for file in manifest.files))
         except StorageError as error:
             log.warning("copies_not_deleted", version=manifest.version, error=error.message)
 

@@ -13,7 +13,7 @@ import re
 import secrets
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from pathlib import Path
 from typing import IO
 
@@ -31,7 +31,7 @@ from rollgrid_contracts.checkpoints import (
 )
 from rollgrid_contracts.failures import Boundary, ErrorCode
 from rollgrid_runtime.blobs import Blobs
-from rollgrid_runtime.errors import RollgridError
+from rollgrid_runtime.errors import RollgridError, StorageError
 from rollgrid_weights.errors import WeightsError
 from rollgrid_weights.names import check_file_name
 
@@ -137,26 +137,31 @@ class Uploads:
                 stored = await self._blobs.get(key)
         if stored is not None and msgspec.json.decode(stored, type=UploadShard) != shard:
             raise _conflict(upload, "rank", f"rank {shard.rank} has finished with other files")
-        shards = await self.shards(upload)
-        return ShardAnswer(upload=upload.upload, rank=shard.rank, missing=missing_ranks(upload, shards))
+        return ShardAnswer(
+            upload=upload.upload, rank=shard.rank, missing=missing_ranks(upload, await self.finished(upload))
+        )
+
+    async def finished(self, upload: Upload) -> set[int]:
+        """The ranks that have finished."""
+        prefix = _shards_prefix(upload)
+        names = [key.removeprefix(prefix).removesuffix(".json") for key in await self._blobs.keys(prefix)]
+        return {int(name) for name in names if name.isdigit()}
 
     async def shards(self, upload: Upload) -> dict[int, UploadShard]:
-        """By rank, those that have finished."""
-        found: dict[int, UploadShard] = {}
-        for key in await self._blobs.keys(upload_root(upload.tenant, upload.policy, upload.upload) + "shards/"):
-            stored = await self._blobs.get(key)
-            if stored is not None:
-                shard = msgspec.json.decode(stored, type=UploadShard)
-                found[shard.rank] = shard
-        return found
+        """What each of the ranks has uploaded.  Raises StorageError when one is not there."""
+        stored = await asyncio.gather(*(self._blobs.get(_shard_key(upload, rank)) for rank in range(upload.world)))
+        if None in stored:
+            raise StorageError(f"a shard of upload {upload.upload} is gone")
+        found = [msgspec.json.decode(shard, type=UploadShard) for shard in stored if shard is not None]
+        return {shard.rank: shard for shard in found}
 
     async def forget_files(self, upload: Upload) -> None:
         """Delete the parts of a committed upload; its terms and shards stay until they expire.  Raises StorageError."""
-        for key in await self._blobs.keys(_files_prefix(upload)):
-            await self._blobs.delete(key)
+        keys = await self._blobs.keys(_files_prefix(upload))
+        await asyncio.gather(*(self._blobs.delete(key) for key in keys))
 
 
-def missing_ranks(upload: Upload, finished: dict[int, UploadShard]) -> list[int]:
+def missing_ranks(upload: Upload, finished: Collection[int]) -> list[int]:
     return [rank for rank in range(upload.world) if rank not in finished]
 
 
@@ -182,7 +187,11 @@ def _files_prefix(upload: Upload) -> str:
 
 
 def _shard_key(upload: Upload, rank: int) -> str:
-    return f"{upload_root(upload.tenant, upload.policy, upload.upload)}shards/{rank}.json"
+    return f"{_shards_prefix(upload)}{rank}.json"
+
+
+def _shards_prefix(upload: Upload) -> str:
+    return upload_root(upload.tenant, upload.policy, upload.upload) + "shards/"
 
 
 def _terms(policy: PolicyState, asked: BeginRequest, ttl_s: float) -> Upload:
