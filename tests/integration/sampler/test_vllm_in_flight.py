@@ -200,25 +200,27 @@ async def test_an_adapter_that_goes_lets_its_requests_end_or_hands_them_on(
 ) -> None:
     for version in (11, 12):
         await engine.add_adapter(version, folders[version])
-    told = {mode: Told() for mode in (OnRefresh.WAIT, OnRefresh.ABORT)}
-    tasks = {mode: asyncio.create_task(engine.generate(long(200, adapter=11, mode=mode), told[mode])) for mode in told}
+    told = {version: Told() for version in (11, 12)}
+    running = {v: asyncio.create_task(engine.generate(long(300, adapter=v), told[v])) for v in told}
     for listener in told.values():
         await listener.some()
-    left = await engine.remove_adapter(11, OnRefresh.KEEP)
-    assert sorted(left.adapters) == [12]
-    waited = await tasks[OnRefresh.WAIT]
-    assert [(s.version, s.end) for s in waited.version_spans] == [(11, 200)]
-    with pytest.raises(AdapterGone) as gone:
-        await tasks[OnRefresh.ABORT]
-    sent = gone.value.so_far
-    assert sent.token_ids == [token for delta in told[OnRefresh.ABORT].deltas for token in delta.token_ids]
-    assert [(s.version, s.start, s.end) for s in sent.version_spans] == [(11, 0, len(sent.token_ids))]
-    on = await engine.generate(msgspec.structs.replace(long(200, adapter=12), sent=sent))
-    assert [span.version for span in on.version_spans] == [11, 12]
-    assert len(on.token_ids) == 200
-    assert seams_mismatch(models, [5, 6, 7, 8], on) <= 1e-4
+    leaving = asyncio.create_task(engine.remove_adapter(11, OnRefresh.WAIT))
+    await until(lambda: engine._adapters[11].retiring, 10, "the adapter to retire")
     with pytest.raises(AdapterGone):
         await engine.generate(long(10, adapter=11))
+    await engine.remove_adapter(12, OnRefresh.ABORT)
+    with pytest.raises(AdapterGone) as gone:
+        await running[12]
+    assert (await leaving).adapters == {}
+    assert [(s.version, s.end) for s in (await running[11]).version_spans] == [(11, 300)]
+    sent = gone.value.so_far
+    assert sent.token_ids == [token for delta in told[12].deltas for token in delta.token_ids]
+    assert [(s.version, s.start, s.end) for s in sent.version_spans] == [(12, 0, len(sent.token_ids))]
+    await engine.add_adapter(11, folders[11])
+    on = await engine.generate(msgspec.structs.replace(long(300, adapter=11), sent=sent))
+    assert [span.version for span in on.version_spans] == [12, 11]
+    assert len(on.token_ids) == 300
+    assert seams_mismatch(models, [5, 6, 7, 8], on) <= 1e-4
 
 
 async def test_a_refresh_of_the_weights_takes_the_requests_of_its_adapters(

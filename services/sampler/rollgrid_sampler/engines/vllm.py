@@ -521,7 +521,8 @@ class VllmEngine:
         self._adapters[version] = adapter._replace(retiring=True)
         users = partial(_uses, version)
         await self._entered()
-        await self._abort(lambda f: users(f) and f.mode(mode) is not OnRefresh.WAIT)
+        if mode is not OnRefresh.WAIT:
+            await self._abort(users)
         if not await self._flights.landed(users, self._settings.swap_deadline_s):
             log.warning("adapter_wait_too_long", version=version, running=len(self._flights.those(users)))
             await self._abort(users)
