@@ -115,7 +115,11 @@ class UploadShard(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
 
 
 class AdoptedVersion(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """A verified version whose files are still there: what a worker needs to stage it.  UNIX seconds."""
+    """A verified version whose files are still there: what a worker needs to stage it.  UNIX seconds.
+
+    `going`: garbage collection means to take it off the list unless a pin stops it.  Whoever pins a
+    version reads the list after writing the pin, and takes one that is going for gone.
+    """
 
     version: int
     kind: CheckpointKind = CheckpointKind.FULL
@@ -126,6 +130,7 @@ class AdoptedVersion(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     committed_at: float = 0.0
     adopted_at: float = 0.0
     bytes: int = 0
+    going: bool = False
 
 
 class Rollout(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):

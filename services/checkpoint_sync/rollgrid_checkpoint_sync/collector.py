@@ -1,8 +1,6 @@
 """Garbage collection of one policy's objects: `retention` chooses, this reads, trims and deletes.
 
-Pins and leases are read again after versions were taken off the list: a pin written before that is
-seen, and its version listed again; one written afterwards is its writer's to find out, who reads the
-list after writing the pin.  Several may collect at once, and each round repairs what another left.
+Several may collect at once, and each round repairs what another left.
 """
 
 from __future__ import annotations
@@ -22,6 +20,7 @@ from rollgrid_contracts.checkpoints import (
 from rollgrid_contracts.fleet import WorkerState
 from rollgrid_runtime.blobs import Blobs, StoredObject
 from rollgrid_runtime.bus import Bus
+from rollgrid_runtime.errors import Conflict
 from rollgrid_runtime.kv import Table
 from rollgrid_runtime.logging import get_logger
 from rollgrid_weights.errors import WeightsError
@@ -33,6 +32,8 @@ from .pins import Pins
 from .policies import change
 
 log = get_logger(__name__)
+TRIES = 5
+"""Writers that may be first before a round is left to the next one."""
 
 
 class Collector:
@@ -48,17 +49,30 @@ class Collector:
         """One round of a policy.  Raises BusError, StorageError; `not_found` when there is no such policy."""
         await self._pins.drop_ended(key)
         objects = await self._blobs.objects("checkpoints/{}/{}/".format(*key.split(".", 1)))
+        await self._relist(key, objects)
         needed = await self._needed(key)
-        await self._restore(key, objects, needed)
-        trimmed = await change(self._table, key, lambda now: retention.trimmed(now, needed, self._keep))
-        gone = [one for one in trimmed.before.versions if one not in trimmed.after.versions]
-        if gone:
-            needed = await self._needed(key)
-            await change(
-                self._table, key, lambda now: retention.restored(now, [one for one in gone if one.version in needed])
-            )
-            log.info("versions_trimmed", policy=key, versions=[one.version for one in gone])
+        await change(self._table, key, lambda now: retention.marked(now, needed, self._keep))
+        await self._trim(key)
         await self._delete(key, objects)
+
+    async def _trim(self, key: str) -> None:
+        """Pins are read after the state that the decision is made on, so a lost race starts over."""
+        for _ in range(TRIES):
+            found = await self._table.get(key)
+            if found is None:
+                return
+            needed = await self._needed(key)
+            wanted = retention.trimmed(found.value, needed, self._keep)
+            if wanted == found.value:
+                return
+            try:
+                await self._table.update(key, wanted, found.revision)
+            except Conflict:
+                continue
+            gone = {one.version for one in found.value.versions} - {one.version for one in wanted.versions}
+            metrics.VERSIONS.labels(key, "collected").inc(len(gone))
+            log.info("versions_trimmed", policy=key, versions=sorted(gone))
+            return
 
     async def _needed(self, key: str) -> set[int]:
         """Versions that are pinned, or that a worker runs or has one sitting on."""
@@ -69,10 +83,10 @@ class Collector:
                     needed |= {loaded.version, loaded.base_version}
         return needed
 
-    async def _restore(self, key: str, objects: list[StoredObject], needed: set[int]) -> None:
+    async def _relist(self, key: str, objects: list[StoredObject]) -> None:
         state = (await change(self._table, key, lambda now: now)).after
         back: list[AdoptedVersion] = []
-        for version in retention.unlisted(state, objects, needed):
+        for version in retention.unlisted(state, objects):
             root = version_root(state.tenant, state.policy, version)
             try:
                 stored = await self._blobs.get(root + MANIFEST_NAME)
@@ -81,15 +95,14 @@ class Collector:
             except WeightsError as error:
                 log.error("version_not_listed", policy=key, version=version, error=error.message)
         if back:
-            await change(self._table, key, lambda now: retention.restored(now, back))
-            log.warning("versions_listed_again", policy=key, versions=[one.version for one in back])
+            await change(self._table, key, lambda now: retention.relisted(now, back))
+            log.info("versions_listed", policy=key, versions=[one.version for one in back])
 
     async def _delete(self, key: str, objects: list[StoredObject]) -> None:
         state = (await change(self._table, key, lambda now: now)).after
-        needed = await self._needed(key)  # after the list: another collector may have trimmed it since
         now = time.time()
         still_open = await self._open_uploads(state, objects, now)
-        going = retention.deletions(state, objects, needed, still_open, now - self._ttl_s)
+        going = retention.deletions(state, objects, still_open, now - self._ttl_s)
         for one in going:
             await self._blobs.delete(one.key)
             metrics.DELETED.labels(key).inc(one.size)

@@ -1,14 +1,21 @@
 """What of a policy's objects may go: pure choices, made again each round.
 
-A version stops being listed first (`trimmed`, by compare-and-set), then its manifest goes, then its
-files.  So whoever reads a listed version finds its files, and a crash in between leaves what the next
-round finds: an adopted version that is not listed.  What nobody has decided about is never touched,
-what was uploaded and never became a version goes by age.
+Collectors, pins and roll-backs race, so a version leaves in steps, each a compare-and-set or later:
+
+1. `marked`: it is on the list as `going`.  Who pins it now takes it for gone.
+2. `trimmed`, on a state that is read *before* the pins: it leaves the list for good.  A pin whose
+   writer found it staying was written before that state was, and is seen.
+3. Its manifest is deleted, then its files.
+
+So whoever reads a listed version finds its files, and a crash in between leaves what the next round
+finds: an adopted version that is not listed.  What nobody has decided about is never touched, what was
+uploaded and never became a version goes by age.
 """
 
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Collection, Iterable, Mapping
 
 import msgspec
@@ -36,31 +43,34 @@ def kept(state: PolicyState, needed: Collection[int], keep_newest: int) -> froze
     return frozenset(wanted & listed.keys())
 
 
-def trimmed(state: PolicyState, needed: Collection[int], keep_newest: int) -> PolicyState:
+def marked(state: PolicyState, needed: Collection[int], keep_newest: int) -> PolicyState:
+    """With the versions that are to leave marked so, and no others."""
     stay = kept(state, needed, keep_newest)
-    return msgspec.structs.replace(state, versions=tuple(one for one in state.versions if one.version in stay))
+    versions = tuple(msgspec.structs.replace(one, going=one.version not in stay) for one in state.versions)
+    return msgspec.structs.replace(state, versions=versions)
 
 
-def restored(state: PolicyState, versions: Iterable[AdoptedVersion]) -> PolicyState:
-    """With versions listed (again) that were adopted and whose files turned out to be there and needed."""
-    listed = {one.version for one in state.versions}
-    back = [one for one in versions if one.version in state.history and one.version not in listed]
-    if not back:
+def trimmed(state: PolicyState, needed: Collection[int], keep_newest: int) -> PolicyState:
+    """Without the versions that are marked and that nothing needs; `needed` was read after `state`."""
+    stay = kept(state, needed, keep_newest)
+    versions = tuple(one for one in state.versions if one.version in stay or not one.going)
+    return marked(msgspec.structs.replace(state, versions=versions), needed, keep_newest)
+
+
+def relisted(state: PolicyState, versions: Iterable[AdoptedVersion]) -> PolicyState:
+    """A state written before versions were listed, with those that were adopted and are there."""
+    back = sorted((one for one in versions if one.version in state.history), key=lambda one: one.version)
+    if not predates(state) or not back:
         return state
-    merged = sorted((*state.versions, *back), key=lambda one: one.version)
-    return msgspec.structs.replace(state, versions=tuple(merged), newest_at=state.newest_at or merged[-1].committed_at)
+    return msgspec.structs.replace(state, versions=tuple(back), newest_at=back[-1].committed_at or time.time())
 
 
-def unlisted(state: PolicyState, objects: Iterable[StoredObject], needed: Collection[int]) -> list[int]:
-    """Adopted versions that exist in S3 and ought to be listed but are not.
-
-    Those that are needed (a pin came while the version was going), and in a state that was written
-    before versions were listed, all.
-    """
+def unlisted(state: PolicyState, objects: Iterable[StoredObject]) -> list[int]:
+    """The adopted versions in S3 of a state written before versions were listed."""
+    if not predates(state):
+        return []
     found = plan.stored(state.tenant, state.policy, (one.key for one in objects)).published
-    listed = {one.version for one in state.versions}
-    wanted = found & set(state.history) if predates(state) else found & set(state.history) & set(needed)
-    return sorted(wanted - listed)
+    return sorted(found & set(state.history))
 
 
 def predates(state: PolicyState) -> bool:
@@ -71,7 +81,6 @@ def predates(state: PolicyState) -> bool:
 def deletions(
     state: PolicyState,
     objects: Collection[StoredObject],
-    needed: Collection[int],
     open_uploads: Collection[str],
     old: float,
 ) -> list[StoredObject]:
@@ -95,23 +104,15 @@ def deletions(
             upload = name.partition("/")[0]
             if upload not in open_uploads and last_write[upload] < old:
                 files.append(one)
-        elif _VERSION.fullmatch(head) and _may_go(state, found, int(head), one, name, needed, old):
+        elif _VERSION.fullmatch(head) and _may_go(state, found, int(head), one, name, old):
             (manifests if name == MANIFEST_NAME else files).append(one)
     return manifests + files
 
 
-def _may_go(
-    state: PolicyState,
-    found: plan.Stored,
-    version: int,
-    one: StoredObject,
-    name: str,
-    needed: Collection[int],
-    old: float,
-) -> bool:
+def _may_go(state: PolicyState, found: plan.Stored, version: int, one: StoredObject, name: str, old: float) -> bool:
     listed = plan.listed(state, version)
     past = one.modified < old
-    if name == REFUSED_NAME or version in needed:
+    if name == REFUSED_NAME:
         return False
     if listed is not None:  # beside its own files there may be those of a publisher that lost the number
         return past and name != MANIFEST_NAME and not one.key.startswith(listed.prefix)
