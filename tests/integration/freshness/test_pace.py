@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -12,7 +13,11 @@ from rollgrid import Client, DeadlineExceeded, NatsClient
 from rollgrid.client import Batch
 from rollgrid.results import Group
 from rollgrid.weights_live import live_on
+from rollgrid_contracts.fleet import PacedBatch, RunPace
 from rollgrid_contracts.ids import new_key
+from rollgrid_contracts.topology import RUNS
+from rollgrid_runtime.bus import Bus
+from rollgrid_runtime.kv import Table
 
 from tests.support.stack import Stack
 from tests.support.waiting import wait_until
@@ -94,6 +99,29 @@ def test_staleness_keeps_its_bound_and_slow_tasks_are_not_starved(client: Client
     # an asynchronous trainer really has samples that are as old as it bears, and nobody's were dropped
     assert max(stale) == bound, stale
     assert sorted(delivered) == sorted(length for length in LENGTHS * steps for _ in range(N))
+
+
+async def test_a_batch_that_was_counted_and_never_became_jobs_gives_its_places_back(
+    pipe: Stack, client: Client, trainer: Trainer
+) -> None:
+    """A39: its client died between the count and the jobs; a synchronous run would stand still for ever."""
+    run, version = f"ghost-{new_key()[:6]}", await asyncio.to_thread(live, client, trainer)
+    ghost = PacedBatch(batch_id="batch-of-nobody", groups=BATCH, at=time.time() - 100)
+    pace = RunPace(
+        policy=SECOND, batch=BATCH, max_staleness=0, first_version=version, version=version, admitted=BATCH,
+        recent=(ghost,),
+    )  # fmt: skip
+    bus = await Bus.connect(pipe.nats.settings(), "test", None)
+    try:
+        table = Table(bus, RUNS, RunPace)
+        await table.create(f"local.{run}", pace)
+        batch = await asyncio.to_thread(step_of, client, run, 0, 0)
+        found = await table.get(f"local.{run}")
+    finally:
+        await bus.close()
+    assert len(await asyncio.to_thread(in_order, batch)) == BATCH
+    assert found is not None
+    assert (found.value.admitted, [item.groups for item in found.value.recent]) == (BATCH, [0, BATCH])
 
 
 async def test_the_queue_door_keeps_the_pace_without_dropping(pipe: Stack, client: Client, trainer: Trainer) -> None:

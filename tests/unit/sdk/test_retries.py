@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from rollgrid import AsyncClient, Client, CursorFile, DeadlineExceeded, Group, Retries, RollgridAPIError, Unreachable
-from rollgrid.errors import CursorMismatch, LimitExceeded, QueueFull, VersionUnavailable
+from rollgrid.errors import CursorMismatch, LimitExceeded, Paced, QueueFull, VersionUnavailable
 
 from tests.unit.sdk.build import closed, entry
 from tests.unit.sdk.faulty import FaultyIngest, RunningServer, after, cut, refuse, running
@@ -95,6 +95,22 @@ def test_an_overload_beyond_the_budget_is_raised(ingest: FaultyIngest, server: R
     with Client(server.url, retries=IMPATIENT) as client, pytest.raises(QueueFull):
         client.submit(["a"], sampling={"max_tokens": 4})
     assert 1 < ingest.seen["POST /v1/rollouts"] < 1000
+
+
+def test_a_pace_is_waited_for_beyond_the_budget_until_the_batchs_own_deadline(
+    ingest: FaultyIngest, server: RunningServer
+) -> None:
+    """That the run is ahead of its training is no trouble of the server's: 0.2 s of budget do not end the wait."""
+    paced = refuse(429, "paced", headers={"retry-after": "0.1"})
+    pace = {"batch": 1, "max_staleness": 0}
+    with Client(server.url, retries=IMPATIENT) as client:
+        ingest.faults.extend([paced] * 5)
+        client.submit(["x"], sampling={"max_tokens": 4}, pace=pace, idempotency_key="step-1")
+        assert ingest.keys == ["step-1"]
+        ingest.faults.extend([paced] * 1000)
+        with pytest.raises(DeadlineExceeded) as late:
+            client.submit(["x"], sampling={"max_tokens": 4}, pace=pace, deadline_s=0.5)
+        assert isinstance(late.value.__cause__, Paced)
 
 
 def test_a_retry_after_beyond_the_budget_is_not_waited_for(ingest: FaultyIngest, client: Client) -> None:

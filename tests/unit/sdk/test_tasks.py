@@ -57,3 +57,14 @@ def test_no_message_of_a_list_is_dropped() -> None:
 def test_an_idempotency_key_that_no_header_can_carry_is_refused(key: str) -> None:
     with pytest.raises(Unsendable):
         submit(b"{}", key)
+
+
+def test_what_versions_and_pace_a_batch_asks_for_is_sent_only_when_given() -> None:
+    assert not {"weights", "pin", "on_refresh", "pace"} & set(body("x"))
+    asked = body("x", weights={"min_version": 3}, pin=True, on_refresh="keep", pace={"batch": 4, "max_staleness": 1})
+    assert (asked["weights"], asked["pin"], asked["on_refresh"], asked["pace"]) == (
+        {"min_version": 3},
+        True,
+        "keep",
+        {"batch": 4, "max_staleness": 1},
+    )
