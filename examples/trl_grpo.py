@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 os.environ.update(HF_HUB_OFFLINE="1", TRL_EXPERIMENTAL_SILENCE="1")
 
@@ -30,7 +31,7 @@ def digits(completions: list[list[dict[str, str]]], **_: object) -> list[float]:
     return [min(1.0, sum(map(str.isdigit, message["content"])) / TOKENS) for (message,) in completions]
 
 
-def new_trainer(model: Path, rollouts: FleetRollouts, scratch: str, steps: int = STEPS) -> GRPOTrainer:
+def new_trainer(model: Path, rollouts: FleetRollouts, scratch: str, steps: int = STEPS, **more: Any) -> GRPOTrainer:
     tasks = [{"prompt": [{"role": "user", "content": f"Count from {i} on."}]} for i in range(256)]
     settings = GRPOConfig(
         output_dir=scratch, use_cpu=True, bf16=False, seed=0, max_steps=steps, report_to=[], save_strategy="no",
@@ -38,21 +39,19 @@ def new_trainer(model: Path, rollouts: FleetRollouts, scratch: str, steps: int =
         learning_rate=3e-3, lr_scheduler_type="constant", logging_steps=1, disable_tqdm=True,
         model_init_kwargs={"dtype": "float32"},
     )  # fmt: skip
-    return GRPOTrainer(
-        model=str(model),
-        args=settings,
-        reward_funcs=digits,
-        train_dataset=Dataset.from_list(tasks),
-        rollout_func=rollouts,
-    )
+    data = Dataset.from_list(tasks)
+    return GRPOTrainer(str(model), digits, args=settings, train_dataset=data, rollout_func=rollouts, **more)
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=recipe("tiny").folder("float32"), help="the base model's folder")
     parser.add_argument("--report", type=Path, help="where to write what was measured, as JSON")
     parser.add_argument("--scratch", default="out/trl", help="TRL's output folder")
-    asked = parser.parse_args()
+    return parser.parse_args()
+
+
+def main(asked: argparse.Namespace) -> None:
     torch.set_num_threads(1)  # the engine has the other core
     with Client() as client:
         rollouts = FleetRollouts(client, run="trl", max_logprob_difference=TOLERANCE)
@@ -60,14 +59,15 @@ def main() -> None:
         trainer.train()
     rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
     differences = [rollouts.logprob_differences[step] for step in range(STEPS)]
+    versions = [rollouts.versions[step] for step in range(STEPS)]
     before, after = rewards[0], sum(rewards[-3:]) / 3
     print(f"reward {before:.3f} -> {after:.3f} in {STEPS} steps, max |dlogprob| {max(differences):.1e}")
-    print(f"versions {rollouts.versions[0]} to {rollouts.versions[STEPS - 1]}")
+    print(f"versions {versions[0]} to {versions[-1]}")
     if asked.report:
-        versions = [rollouts.versions[step] for step in range(STEPS)]
         asked.report.write_text(json.dumps({"rewards": rewards, "differences": differences, "versions": versions}))
-    raise SystemExit(after - before < MARGIN)
+    if after - before < MARGIN:
+        raise SystemExit(f"the reward did not rise by {MARGIN}")
 
 
 if __name__ == "__main__":
-    main()
+    main(arguments())

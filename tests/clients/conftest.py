@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import threading
@@ -53,25 +54,26 @@ def door(request: pytest.FixtureRequest) -> Iterator[Door]:
     wanted = tested.intersection(CLIENTS)
     builder = threading.Thread(target=make_all, args=(wanted,))  # a failure comes up again where it is used
     builder.start()
-    env = policy_environment([MODEL_ID])
+    env = policy_environment([MODEL_ID]) | {"ROLLGRID_SAMPLER_MAX_LORAS": "1"}
     with stack(vllm(slots=64, model=BASE, env=env)) as pipe:
         builder.join()
         yield Door(pipe, suite_model())
 
 
+def run_in(folder: Path, client: str, command: list[str], env: Mapping[str, str]) -> str:
+    """Run a command of a client's environment in `folder`; its output, or the failure with its end."""
+    made = environment(client)
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("ROLLGRID_", "VIRTUAL_ENV"))}
+    clean |= {"PATH": f"{made / 'bin'}:{os.environ['PATH']}", **env}
+    done = subprocess.run(
+        [str(made / "bin" / command[0]), *command[1:]],
+        env=clean, cwd=folder, capture_output=True, text=True, timeout=CLIENT_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{command}: {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
 @pytest.fixture
 def run_client(tmp_path: Path) -> Callable[..., str]:
-    """Run a command of a client's environment in an empty folder; its output, or the failure with its end."""
-
-    def run(client: str, command: list[str], env: Mapping[str, str]) -> str:
-        folder = environment(client)
-        clean = {name: value for name, value in os.environ.items() if not name.startswith(("ROLLGRID_", "VIRTUAL_ENV"))}
-        clean |= {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", **env}
-        done = subprocess.run(
-            [str(folder / "bin" / command[0]), *command[1:]],
-            env=clean, cwd=tmp_path, capture_output=True, text=True, timeout=CLIENT_S, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, f"{command}: {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
-        return done.stdout
-
-    return run
+    """`run_in` an empty folder."""
+    return functools.partial(run_in, tmp_path)

@@ -63,7 +63,8 @@ def _make(client: str, folder: Path) -> None:
     _run(sys.executable, "-m", "venv", str(folder))
     pip = (str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "--no-input")
     # complete and pinned: pip has nothing to resolve
-    install = (*pip, "install", "--quiet", "--no-deps")
+    # Bytecode of all there is would take longer than the tests: what is imported is compiled then.
+    install = (*pip, "install", "--quiet", "--no-deps", "--no-compile")
     _run(*install, "--require-hashes", "--requirement", str(wanted))
     if client in TRAINERS:
         _add_torch(folder, install)

@@ -4,42 +4,42 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rollgrid import Client
 
 from tests.openai_suite.model import MODEL
 
-from .conftest import Door
+from .conftest import Door, run_in
 
 pytestmark = [pytest.mark.clients, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
-EXAMPLE = Path(__file__).parents[2] / "examples" / "trl_grpo.py"
-FAULTS = Path(__file__).with_name("tasks") / "trl_faults.py"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+PROGRAM = Path(__file__).with_name("tasks") / "trl_trainings.py"
 STEPS, SAMPLES, MARGIN, TOLERANCE = 25, 32, 0.4, 1e-4
 
 
 @pytest.fixture(scope="module")
-def base(door: Door) -> Iterator[Path]:
-    """The folder of the base model; the policy runs its weights again afterwards."""
-    yield door.model
+def trainings(door: Door, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """What the program measured; the policy runs its base model again afterwards."""
+    folder = tmp_path_factory.mktemp("trl")
+    command = ["python", str(PROGRAM), "--model", str(door.model), "--report", "report.json", "--scratch", "scratch"]
+    env = {"ROLLGRID_URL": door.url, "PYTHONPATH": str(EXAMPLES), "PYTHONDONTWRITEBYTECODE": "1"}
+    others = run_in(folder, "trl", command, env).splitlines()[-1]
+    yield {"example": json.loads((folder / "report.json").read_text()), **json.loads(others)}
     with Client(door.url) as client:
         client.weights.publish(MODEL, door.model).wait_live(timeout=60)
 
 
-def test_trl_learns_on_rollouts_of_the_weights_of_each_step(
-    door: Door, base: Path, run_client: Callable[..., str], tmp_path: Path
-) -> None:
-    report = tmp_path / "report.json"
-    command = ["python", str(EXAMPLE), "--model", str(base), "--report", str(report), "--scratch", str(tmp_path)]
-    print(run_client("trl", command, {"ROLLGRID_URL": door.url}).splitlines()[-2:])
-    measured = json.loads(report.read_text())
+def test_trl_learns_on_rollouts_of_each_steps_weights(door: Door, trainings: dict[str, Any]) -> None:
+    measured = trainings["example"]
     rewards = measured["rewards"]
     assert len(rewards) == STEPS
     assert sum(rewards[-3:]) / 3 - rewards[0] >= MARGIN
 
-    # TRL's own forward pass under the weights of each step gives what the fleet says it sampled by
+    # TRL's own forward pass under each step's weights gives what the fleet says it sampled by
     assert len(measured["differences"]) == STEPS
     assert max(measured["differences"]) < TOLERANCE
 
@@ -52,16 +52,30 @@ def test_trl_learns_on_rollouts_of_the_weights_of_each_step(
     assert Counter(version for [(version, _, _)] in spans) == dict.fromkeys(versions, SAMPLES)
 
 
-def test_trl_stops_where_weights_or_samples_are_missing(
-    door: Door, base: Path, run_client: Callable[..., str], tmp_path: Path
-) -> None:
-    command = ["python", str(FAULTS), str(base), str(tmp_path)]
-    printed = run_client("trl", command, {"ROLLGRID_URL": door.url, "PYTHONPATH": str(EXAMPLE.parent)})
-    unpublished, late = (json.loads(line) for line in printed.splitlines()[-2:])
-    # the first step was sampled from what it trains; the second was not, and was not taken
-    assert unpublished["error"] == "OffPolicy"
-    assert unpublished["step"] == unpublished["steps_taken"] == 1
-    assert unpublished["before"] < TOLERANCE < 1e-3 < unpublished["difference"]
-    assert late["error"] == "RolloutsFailed"
-    assert late["missing"] == late["rows"] == SAMPLES
-    assert late["batches"] == 2
+def test_trl_stops_at_the_first_step_whose_weights_were_not_published(trainings: dict[str, Any]) -> None:
+    stopped = trainings["unpublished"]
+    assert stopped["error"] == "OffPolicy"
+    assert stopped["before"] < TOLERANCE < 1e-3 < stopped["difference"]
+    assert stopped["step"] == stopped["steps_taken"] == 1
+
+
+def test_trl_stops_when_no_samples_come_in_time(trainings: dict[str, Any]) -> None:
+    stopped = trainings["late"]
+    assert stopped["error"] == "RolloutsFailed"
+    assert stopped["missing"] == stopped["rows"] == SAMPLES
+    assert stopped["batches"] == 2
+
+
+def test_trl_stops_when_its_weights_are_refused(trainings: dict[str, Any]) -> None:
+    stopped = trainings["refused"]
+    assert stopped["error"] == "VersionRefused"
+    assert "dtype BF16, not F32" in stopped["said"]
+
+
+def test_trl_trains_lora_on_rollouts_of_each_steps_adapter(door: Door, trainings: dict[str, Any]) -> None:
+    measured = trainings["lora"]
+    assert measured["kinds"] == [["lora", measured["base"], step] for step in range(4)]
+    assert len(measured["differences"]) == 4
+    assert max(measured["differences"]) < TOLERANCE
+    sampled = Counter(span["version"] for record in door.samples("trl-lora") for span in record["version_spans"])
+    assert sorted(sampled.values()) == [SAMPLES] * 4
