@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +37,13 @@ def full_version(base: TinyModel, number: int, root: Path, *, dtype: str = "floa
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
     folder = root / f"full-{number}"
+    shutil.copytree(tiny_model(base), folder, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     return folder
 
 
 def one_tensor_changed(folder: Path, name: str, target: Path) -> Path:
-    """The same version but for one tensor, a thousandth larger."""
+    """The same version but for one tensor, a hundredth larger."""
     from safetensors.torch import load_file, save_file
 
     target.mkdir()
