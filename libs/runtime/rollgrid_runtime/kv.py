@@ -107,12 +107,12 @@ class Table(Generic[V]):
         except (APIError, NatsError, TimeoutError) as error:
             raise BusError(f"{self.bucket.name}/{key}: {error!r}") from error
 
-    async def remove(self, revision: int) -> bool:
-        """Delete just this write, leaving nothing behind: for keys that never come again.  False when it was gone.
+    async def remove(self, key: str, revision: int) -> None:
+        """Delete a key as of that revision, leaving nothing behind: for keys that never come again.
 
-        A key deleted otherwise leaves a marker, for ever in a bucket without a TTL; but only that wakes views.
+        `delete` leaves a marker, for ever in a bucket without a TTL; but only that wakes views.
         """
-        return await self._bus.delete_message(f"KV_{self.bucket.name}", revision)
+        await self._bus.purge_below(f"KV_{self.bucket.name}", revision + 1, f"$KV.{self.bucket.name}.{key}")
 
     async def keys(self, under: str = ">") -> list[str]:
         """Every key that matches `under` (as subjects do), those of deleted entries too.

@@ -39,7 +39,7 @@ class Pins:
         self._closed = {key: groups for key, groups in self._closed.items() if key in pins or not _is_of(key, policy)}
         for key, (pin, revision) in pins.items():
             if pin.until <= now or (folded and pin.batch_id and await self._is_closed(key, pin)):
-                await self._table.remove(revision)
+                await self._table.remove(key, revision)
                 log.info("pin_dropped", pin=key, batch=pin.batch_id, until=pin.until)
 
     async def _of(self, policy: str) -> Mapping[str, Versioned[Pin]]:
