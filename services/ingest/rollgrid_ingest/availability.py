@@ -39,9 +39,9 @@ class Availability:
         version = asked.value
         if version in kept(policy):
             return
+        if is_collected(policy, version):
+            raise gone(policy, version, field)
         if version in policy.history:
-            if policy.versions:
-                raise gone(policy, version, field)
             return  # written before the kept versions were listed
         await self._check_published(policy, version, field)
 
@@ -80,9 +80,14 @@ class Availability:
 
 
 def kept(policy: PolicyState) -> set[int]:
-    """Versions whose files are there; the base always is."""
+    """Versions whose files are there and stay for whoever pins them now; the base always does."""
     rollout = {policy.rollout.version, policy.rollout.previous} if policy.rollout is not None else set()
-    return {0, policy.desired, *(version.version for version in policy.versions), *rollout}
+    return {0, policy.desired, *(found.version for found in policy.versions if not found.going), *rollout}
+
+
+def is_collected(policy: PolicyState, version: int) -> bool:
+    """Whether the version once ran and its files are gone, or going.  A state of before versions were listed says no."""
+    return bool(policy.versions) and version in policy.history and version not in kept(policy)
 
 
 def is_lora(policy: PolicyState) -> bool:
@@ -102,7 +107,7 @@ def never(policy: PolicyState, why: str, field: str) -> RollgridError:
 
 
 def gone(policy: PolicyState, version: int, field: str) -> RollgridError:
-    oldest = min(found.version for found in policy.versions)
+    oldest = min((found.version for found in policy.versions if not found.going), default=policy.desired)
     return RollgridError(
         ErrorCode.VERSION_GONE,
         f"weights: version {version} of {policy.policy} was deleted, the oldest kept is {oldest}",

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 from rollgrid_contracts import subjects
+from rollgrid_contracts.failures import ErrorCode
 from rollgrid_contracts.fleet import IdempotencyRecord
 from rollgrid_contracts.samples import GroupsCancelled
 from rollgrid_contracts.scoring import ScorerKind
@@ -221,8 +222,9 @@ class Handler:
                 await self._pins.hold(submission, batch_id, now + longest)
             job_seq = await self._publisher.publish(lane_of(submission), jobs)
             stored = True
-        except RollgridError:
-            if not submission.idempotent and not submission.stored:
+        except RollgridError as error:
+            told = error.code is not ErrorCode.VERSION_GONE  # then no job was sent
+            if told and not submission.idempotent and not submission.stored:
                 self._abandon(submission, batch_id)
             raise
         finally:

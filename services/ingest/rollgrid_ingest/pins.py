@@ -1,19 +1,23 @@
 """Versions that accepted jobs need: held against garbage collection until their batch is over.
 
 Written before the jobs, so there is no moment at which a job waits for a version that nobody keeps.
-checkpoint-sync drops a pin once its batch has closed, or its time has passed.
+The list of versions is read once more behind the pin: one that is going by then is gone, one that is not
+stays, because whoever deletes looks at the pins after the list.  checkpoint-sync drops a pin once its batch has
+closed, or its time has passed.
 """
 
 from __future__ import annotations
 
-from rollgrid_contracts.checkpoints import Pin, pin_key
+from rollgrid_contracts import ids
+from rollgrid_contracts.checkpoints import Pin, PolicyState, pin_key
 from rollgrid_contracts.jobs import VersionRule
-from rollgrid_contracts.topology import PINS
+from rollgrid_contracts.topology import PINS, POLICIES
 from rollgrid_runtime.bus import Bus
 from rollgrid_runtime.errors import BusError
 from rollgrid_runtime.kv import Table
 from rollgrid_runtime.logging import get_logger
 
+from .availability import gone, is_collected
 from .submission import Submission
 
 log = get_logger(__name__)
@@ -24,12 +28,19 @@ MARGIN_S = 120.0
 class Pins:
     def __init__(self, bus: Bus) -> None:
         self._table: Table[Pin] = Table(bus, PINS, Pin)
+        self._policies: Table[PolicyState] = Table(bus, POLICIES, PolicyState)
 
     async def hold(self, submission: Submission, batch_id: str, deadline: float) -> None:
-        """One write for a batch that asks for an exact version, none for others.  Raises BusError."""
-        if submission.weights.rule is VersionRule.EXACT:
-            pin = Pin(until=deadline + MARGIN_S, batch_id=batch_id, tenant=submission.tenant)
-            await self._table.put(_key(submission, batch_id), pin)
+        """One write for a batch that asks for an exact version, none for others.  Raises version_gone, BusError."""
+        asked, policy = submission.weights, submission.policy
+        if asked.rule is not VersionRule.EXACT:
+            return
+        pin = Pin(until=deadline + MARGIN_S, batch_id=batch_id, tenant=submission.tenant)
+        await self._table.put(_key(submission, batch_id), pin)
+        found = await self._policies.get(ids.policy_key(policy.tenant, policy.policy))
+        if found is not None and is_collected(found.value, asked.value):
+            await self.drop(submission, batch_id)
+            raise gone(found.value, asked.value, submission.weights_field)
 
     async def drop(self, submission: Submission, batch_id: str) -> None:
         """The batch was given up; without this the pin ends by itself."""

@@ -60,7 +60,7 @@ def _answer(
         step=adopted.step if adopted is not None else None,
         staleness=staleness(state, version),
         desired=version == state.desired,
-        kept=adopted is not None,
+        kept=adopted is not None and not adopted.going,
         workers=len(held),
         current_on=sum(loaded.current for loaded in held),
         fingerprints=sorted({loaded.fingerprint for loaded in held if loaded.fingerprint is not None}),

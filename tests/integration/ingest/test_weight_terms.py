@@ -24,9 +24,12 @@ from rollgrid_contracts.checkpoints import (
 )
 from rollgrid_contracts.failures import ErrorCode, ErrorInfo
 from rollgrid_contracts.fleet import RunPace, WorkerState
-from rollgrid_contracts.jobs import OnRefresh, VersionRule, WeightConstraint
+from rollgrid_contracts.jobs import OnRefresh, Rights, VersionRule, WeightConstraint
 from rollgrid_contracts.topology import PINS, POLICIES, RUNS, WORKERS, Header
+from rollgrid_ingest.pins import Pins
+from rollgrid_ingest.submission import Submission
 from rollgrid_runtime.blobs import Blobs
+from rollgrid_runtime.errors import RollgridError
 from rollgrid_runtime.kv import Table
 
 from tests.support.servers import SeaweedServer
@@ -35,7 +38,10 @@ from tests.support.tiny_models import TinyModel, tiny_model
 from .door import Door, door, policy_state
 from .test_doors import refusal, rollout, submitted
 
-OLD = tuple(AdoptedVersion(version=version, prefix=f"v{version}") for version in (3, 4, 5))
+OLD = (
+    AdoptedVersion(version=2, prefix="v2", going=True),
+    *(AdoptedVersion(version=version, prefix=f"v{version}") for version in (3, 4, 5)),
+)
 LORA = tuple(AdoptedVersion(version=version, kind=CheckpointKind.LORA) for version in (1, 2))
 
 
@@ -128,6 +134,30 @@ def test_an_exact_version_is_pinned_before_its_jobs_are_there(ingest: Door, http
     assert not [key for key in pins(ingest) if free.batch_id in key]
 
 
+async def test_a_version_that_goes_while_it_is_being_pinned_is_gone(ingest: Door) -> None:
+    """The state a door has read may be older than its pin: it reads it again behind the pin."""
+    folder = tiny_model(TinyModel())
+    listed = (AdoptedVersion(version=1), AdoptedVersion(version=2))
+    before = policy_state(folder, "racing", history=(0, 1, 2), desired=2, newest=2, versions=listed)
+    after = msgspec.structs.replace(before, versions=(msgspec.structs.replace(listed[0], going=True), listed[1]))
+    asked = Submission(
+        tenant="local", run="r", policy=before, model="racing", groups=(), digest="", key="k",
+        weights=WeightConstraint(rule=VersionRule.EXACT, value=1), rights=Rights(),
+    )  # fmt: skip
+    async with ingest.connected() as bus:
+        policies, held = Table(bus, POLICIES, PolicyState), Table(bus, PINS, Pin)
+        await policies.put("shared.racing", before)
+        await Pins(bus).hold(asked, "b-kept", time.time())
+        await policies.put("shared.racing", after)
+        with pytest.raises(RollgridError) as gone:
+            await Pins(bus).hold(asked, "b-late", time.time())
+        assert gone.value.code is ErrorCode.VERSION_GONE
+        keys = set(await held.items())
+        await policies.delete("shared.racing")
+    assert pin_key("shared", "racing", 1, "b-kept") in keys
+    assert pin_key("shared", "racing", 1, "b-late") not in keys
+
+
 def test_a_version_that_can_never_serve_is_refused_at_once(ingest: Door, http: httpx2.Client) -> None:
     store(ingest, "old", 6, MANIFEST_NAME, b"{}")
     why = ErrorInfo(code=ErrorCode.INVALID_REQUEST, message="a tensor is not finite")
@@ -135,6 +165,7 @@ def test_a_version_that_can_never_serve_is_refused_at_once(ingest: Door, http: h
     store(ingest, "old", 7, REFUSED_NAME, msgspec.json.encode(why))
     expected: list[tuple[dict[str, int], tuple[int, str, bool] | None]] = [
         ({"exact_version": 1}, (410, "version_gone", False)),
+        ({"exact_version": 2}, (410, "version_gone", False)),  # its files are going
         ({"exact_version": 3}, None),
         ({"exact_version": 0}, None),
         ({"exact_version": 6}, None),  # published, and being verified: waited for

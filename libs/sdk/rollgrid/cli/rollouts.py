@@ -87,6 +87,10 @@ def submit(
     deadline: Annotated[float | None, typer.Option(help="Seconds until what is missing expires.")] = None,
     priority: Annotated[str | None, typer.Option(help="interactive, normal or bulk.")] = None,
     metadata: Annotated[str | None, typer.Option(help="JSON object, returned untouched.")] = None,
+    weights: Annotated[
+        str | None, typer.Option(help='Versions that may serve: {"min_version": 3}, exact_version, max_staleness.')
+    ] = None,
+    pin: Annotated[bool, typer.Option("--pin", help="One version makes each group.")] = False,
     idempotency_key: Annotated[
         str | None, typer.Option(help="Same key and tasks: the same batch, never twice.")
     ] = None,
@@ -115,6 +119,7 @@ def submit(
             tasks, n=n, sampling=values | parse_json_object(sampling, "--sampling"),
             scorers=[read_scorer(text) for text in scorer or ()], run=run, policy=policy, deadline_s=deadline,
             priority=priority, metadata=parse_json_object(metadata, "--metadata") if metadata else None,
+            weights=parse_json_object(weights, "--weights") if weights else None, pin=pin,
             idempotency_key=idempotency_key,
         )  # fmt: skip
         accepted = {"batch_id": batch.batch_id, "run": batch.run, "groups": len(tasks), "samples": batch.samples}
