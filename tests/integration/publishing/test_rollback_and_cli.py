@@ -69,9 +69,6 @@ def test_the_command_line_publishes_lists_shows_and_goes_back(
     assert (committed["event"], live["event"], live["version"]) == ("committed", "live", version)
     listed = {one["version"]: one for one in lines_of(rollgrid(pipe, "weights", "list", POLICY, "--json"))}
     assert (listed[version]["status"], listed[version]["step"], listed[version]["workers"]) == ("desired", 3, 2)
-    table = rollgrid(pipe, "weights", "list", POLICY).stdout
-    assert f"{version}" in table
-    assert "desired" in table
     back = rollgrid(pipe, "weights", "rollback", POLICY, str(fleet.version), "--json", "--timeout", "60")
     assert [line["event"] for line in lines_of(back)] == ["rolled_back", "live"]
     shown = rollgrid(pipe, "weights", "show", POLICY, str(version))
@@ -91,10 +88,9 @@ def test_the_command_line_says_what_was_refused(
     assert "refused" in shown.stdout
     assert "not finite" in shown.stdout
     fleet.assert_truthful()
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    assert rollgrid(pipe, "weights", "publish", POLICY, str(empty)).returncode == 2
-    assert rollgrid(pipe, "weights", "rollback", POLICY, "99999").returncode == 4
     people = rollgrid(pipe, "weights", "publish", POLICY, folder(tmp_path / "good", tensors), "--no-wait")
     assert people.returncode == 0, people.stderr
     assert "committed" in people.stdout
+    table = rollgrid(pipe, "weights", "list", POLICY).stdout
+    assert table.split()[:5] == ["version", "kind", "on", "status", "step"]
+    assert f"\n{fleet.version:>7}  full" in table
