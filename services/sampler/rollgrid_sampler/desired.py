@@ -39,7 +39,8 @@ def wanted(state: PolicyState, worker: str, max_loras: int, asked: Collection[in
     beside = [version for version in state.versions if _lies_on(version, full) and version.version != current.version]
     barred = state.rollout.version if state.rollout is not None else None
     pinned = [version for version in beside if version.version in asked and version.version != barred]
-    older = [version for version in beside if version not in pinned and version.version < current.version]
+    older = [version for version in beside if version.version < current.version and not version.going]
+    older = [version for version in older if version not in pinned]
     ranked = sorted(pinned, key=_newest_first)
     if current is not full:  # else no request gets one unless it names it
         ranked = [current, *ranked, *sorted(older, key=_newest_first)]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -48,6 +49,7 @@ class Folders:
         self._blobs, self._settings = blobs, settings
         self._staging = Staging(settings.cache.expanduser())
         self._held: dict[int, tuple[Staged, CheckpointManifest, str, Held]] = {}
+        self._kept: set[int] = set()
 
     async def stage(self, wanted: AdoptedVersion) -> Staged:
         """Bring the version here unless it is, and hold it."""
@@ -90,6 +92,15 @@ class Folders:
         found = self._held.get(version)
         return found[0].folder if found is not None else None
 
+    @contextlib.contextmanager
+    def kept(self, versions: set[int]) -> Iterator[None]:
+        """Meanwhile these stay, whatever is forgotten.  For one caller at a time."""
+        self._kept = versions
+        try:
+            yield
+        finally:
+            self._kept = set()
+
     async def repair(self) -> tuple[str, ...]:
         """Fetch again what of the held versions is not what its manifest says; the names of those files."""
         damaged: list[str] = []
@@ -102,10 +113,11 @@ class Folders:
 
     async def forget(self, needed: Collection[int]) -> None:
         """Hold only these on, and remove from the disk what nobody on this node holds."""
+        needed = frozenset(needed) | self._kept
         for version in [one for one in self._held if one not in needed]:
             self._held.pop(version)[3].release()
         tenant, policy = self._settings.tenant, self._settings.policy
-        removed = await asyncio.to_thread(self._staging.sweep, tenant, policy, frozenset(needed))
+        removed = await asyncio.to_thread(self._staging.sweep, tenant, policy, needed)
         if removed:
             log.info("versions_removed", folders=removed)
 

@@ -56,8 +56,6 @@ class Reconciler:
         self._moved = asyncio.Event()
         self.swapping = False
         self.holding_back = False
-        self.kept: set[int] = set()
-        """Versions whose folders somebody reads beside."""
         self.loaded_at: dict[int, float] = {}
         self.committed_at: dict[int, float] = {}
         self._before: AdoptedVersion | None = None
@@ -239,7 +237,7 @@ class Reconciler:
         for version in [one for one in self.loaded_at if one not in loaded]:
             del self.loaded_at[version]
         before = self._before.version if self._before is not None else 0
-        await self._folders.forget({*loaded, *self.kept, *(version.version for version in want.versions), before})
+        await self._folders.forget({*loaded, *(version.version for version in want.versions), before})
 
     async def _remove(self, version: int) -> None:
         self.retiring.add(version)

@@ -21,16 +21,15 @@ from rollgrid_runtime.errors import BusError, RollgridError, StorageError
 from rollgrid_runtime.kv import Table, Versioned, View
 from rollgrid_runtime.logging import get_logger
 
-from .cold_check import ColdCheckFailed, ColdChecks
 from .desired import Wanted, choose, staleness, wanted
 from .engines.base import Engine, WeightsRefused
-from .engines.scripted import ScriptedColdChecks
-from .fingerprints import Finding, Fingerprints
-from .folders import Folders, Staged
+from .fingerprints import Fingerprints
+from .folders import Folders
 from .pins import Pins
 from .proofs import Proofs, Quarantined
 from .reconciler import Reconciler
-from .settings import EngineKind, SamplerSettings
+from .settings import SamplerSettings
+from .spare_checks import SpareChecks
 
 log = get_logger(__name__)
 FIRST_RETRY_S = 0.5
@@ -60,10 +59,9 @@ class Weights:
         self._observed = 0
         self._started = False
         self._proofs = Proofs(bus, Fingerprints(bus, settings.tenant, settings.policy, worker), self.changed.set)
-        self._checks: ColdChecks | None = None
-        self._to_check: asyncio.Queue[Staged] = asyncio.Queue(1)
+        self._spare = SpareChecks(engine, self._folders, self._proofs, settings)
         self._reconciler = Reconciler(
-            engine, self._folders, self._proofs, settings, self.changed.set, self._applied_warm
+            engine, self._folders, self._proofs, settings, self.changed.set, self._spare.applied
         )
         self.ready = asyncio.Event()
         self.quarantined: str | None = None
@@ -193,7 +191,6 @@ class Weights:
                 self._note(await self._read() or self._found)
                 continue
             self._started = True
-            self._checks = make_cold_checks(self._settings, self._engine.facts.fingerprint_class)
             return
 
     async def follow(self) -> None:
@@ -205,7 +202,7 @@ class Weights:
                 await self._catch_up()
                 group.create_task(self._reconcile())
                 group.create_task(self._proofs.watch())
-                group.create_task(self._check_cold())
+                group.create_task(self._spare.run())
         except BaseExceptionGroup as failed:
             wrong, _ = failed.split(Quarantined)
             if wrong is not None:
@@ -270,7 +267,8 @@ class Weights:
                 await self._reconciler.converge(self._want())
             except (StorageError, WeightsRefused, OSError) as error:
                 desired = seen.value.desired if seen is not None else 0
-                self.problem = f"version {desired}: {error}"
+                refused = isinstance(error, WeightsRefused)  # `version N:` sends a rollout back, an outage must not
+                self.problem = f"version {desired}: {error}" if refused else f"fetching version {desired}: {error}"
                 log.error("version_not_applied", version=desired, loaded=self.current, error=str(error))
                 wait, delay = delay, min(2 * delay, LAST_RETRY_S)
             else:
@@ -316,35 +314,6 @@ class Weights:
             log.warning("policy_unknown", policy=self._key, waited_s=self._settings.policy_wait_s)
             return None
 
-    # -- cold checks --------------------------------------------------------------------------
-
-    def _applied_warm(self, staged: Staged) -> None:
-        if self._checks is None or not self._checks.due():
-            return
-        if self._to_check.full():  # the newest is what matters
-            self._to_check.get_nowait()
-        self._to_check.put_nowait(staged)
-
-    async def _check_cold(self) -> None:
-        """Now and then a spare process says what a version's fingerprint is.  Raises Quarantined."""
-        while True:
-            staged = await self._to_check.get()
-            full, adapter = staged.folder, None
-            if staged.kind is CheckpointKind.LORA:
-                full, adapter = self._folders.at_hand(self._engine.loaded.version), staged.folder
-            if self._checks is None or full is None:
-                continue
-            kept = {staged.version, self._engine.loaded.version}
-            self._reconciler.kept |= kept
-            try:
-                found = await self._checks.cold_fingerprint(staged.version, full, adapter)
-            except ColdCheckFailed as error:
-                log.warning("not_checked_cold", version=staged.version, error=error.message)
-                continue
-            finally:
-                self._reconciler.kept -= kept
-            await self._proofs.checked(Finding(staged.version, found, cold=True, digest=staged.digest))
-
     # -- pins ---------------------------------------------------------------------------------
 
     async def _refresh_asked(self) -> None:
@@ -370,16 +339,6 @@ class Weights:
             await asyncio.Event().wait()
         finally:
             await self._bus.unsubscribe(subscription)
-
-
-def make_cold_checks(settings: SamplerSettings, engine_class: str) -> ColdChecks | None:
-    match settings.engine:
-        case EngineKind.VLLM:
-            return ColdChecks(settings, engine_class)
-        case EngineKind.SCRIPTED:
-            return ScriptedColdChecks(settings, engine_class)
-        case EngineKind.OPENAI_HTTP:
-            return None
 
 
 def needs_one(job: SampleGroup) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -72,6 +73,12 @@ def test_pinned_versions_come_before_newer_ones_that_nobody_asked_for() -> None:
 def test_what_was_rolled_back_is_not_kept_unless_pinned() -> None:
     assert numbers(wanted(state(3, LORAS), "w", 4)) == (3, 1, [3, 2])
     assert numbers(wanted(state(3, LORAS), "w", 4, asked={5})) == (3, 1, [3, 5, 2])
+
+
+def test_what_garbage_collection_takes_is_not_kept_unless_pinned() -> None:
+    versions = (full(1), lora(2, 1), msgspec.structs.replace(lora(3, 1), going=True), lora(4, 1))
+    assert numbers(wanted(state(4, versions), "w", 4)) == (4, 1, [4, 2])
+    assert numbers(wanted(state(4, versions), "w", 4, asked={3})) == (4, 1, [4, 3, 2])
 
 
 @pytest.mark.parametrize("version", [5, 6])
