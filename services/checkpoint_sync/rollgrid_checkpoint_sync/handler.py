@@ -83,6 +83,8 @@ class Handler:
         return changed.after
 
     async def _decide(self, key: str, state: PolicyState, model: LocalModel, version: int) -> PolicyState:
+        if version in state.history:  # by another checkpoint-sync, since the listing
+            return state
         begun = time.monotonic()
         try:
             if version <= state.newest:

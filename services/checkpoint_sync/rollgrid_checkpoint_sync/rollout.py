@@ -17,7 +17,6 @@ worker runs it, the rollout is over.
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec.structs import replace
@@ -159,8 +158,8 @@ def _complaint(state: PolicyState, rollout: Rollout, there: Named) -> ErrorInfo 
 
 
 def _is_about(problem: str, version: int) -> bool:
-    """Problems name the version that they are about; one with another cause is waited for until the deadline."""
-    return re.search(rf"(version |@){version}(?![0-9])", problem) is not None
+    """A verdict on the version begins with it; with anything else (it cannot be fetched, say) the deadline waits."""
+    return problem.startswith(f"version {version}:")
 
 
 def _late(state: PolicyState, rollout: Rollout, there: Named) -> ErrorInfo:
