@@ -9,7 +9,7 @@ export VENV ROLLGRID_ENGINE
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: help setup check lint-fix test test-fast clients-env test-clients models demo up down train bench bench-refresh chaos lock clean \
+.PHONY: help setup check lint-fix test test-fast clients-env test-clients test-trl models demo up down train bench bench-refresh chaos lock clean \
         up-compose down-compose test-compose
 
 help: ## print this
@@ -43,8 +43,12 @@ test: models ## every test, those on the real engine and real servers included
 clients-env: setup ## the environments of the clients that `test-clients` runs (cached in .venv-clients)
 	$(BIN)/python -m tests.clients.environments
 
-test-clients: models clients-env ## Inspect and verifiers, unmodified, against the whole stack on real vLLM; part of `test`
+test-clients: models clients-env ## Inspect, TRL and verifiers, unmodified, against the whole stack on real vLLM; part of `test`
 	$(BIN)/pytest tests/clients -m clients $(ARGS)
+
+test-trl: models ## the part of `test-clients` in which TRL's GRPOTrainer learns through rollgrid
+	$(BIN)/python -m tests.clients.environments trl
+	$(BIN)/pytest tests/clients/test_trl.py -m clients $(ARGS)
 
 test-fast: setup ## the tests without the engine and without the slow ones
 	$(BIN)/pytest -m "not vllm and not chaos and not slow and not power and not clients" $(ARGS)
