@@ -14,10 +14,9 @@ from typing import NamedTuple
 
 import msgspec
 from rollgrid_contracts import ids
-from rollgrid_contracts.arrays import Floats, TokenIds
 from rollgrid_contracts.failures import Boundary, ErrorCode, ErrorInfo
-from rollgrid_contracts.jobs import Priority, Reply, SampleGroup, VersionSpan
-from rollgrid_contracts.samples import FinishReason, Parsed, Sample, SampleStatus, Timings
+from rollgrid_contracts.jobs import Priority, Reply, SampleGroup
+from rollgrid_contracts.samples import Parsed, Sample
 from rollgrid_runtime.bus import Bus
 from rollgrid_runtime.errors import BusError, RollgridError
 from rollgrid_runtime.group_commit import GroupCommit
@@ -29,6 +28,7 @@ from .engines.base import Engine, EngineDead, Generated, GenerationRequest, Requ
 from .generation import ConstraintLost, Generation
 from .headroom import Headroom
 from .jobs import HeldJob, Outcome
+from .outcomes import Outcomes
 from .parsing import ParserDesk, Reading
 from .publishing import Origin, Publisher, recorded, reply
 from .resume import sent_before
@@ -76,7 +76,7 @@ class Handler:
     def __init__(self, context: Context, free_seat: Callable[[HeldJob], None]) -> None:
         self._context = context
         self._free_seat = free_seat
-        self._fresh: set[int] = set()
+        self._outcomes = Outcomes(context.weights, context.worker)
         self.tokens_total = 0
         self.samples_total = 0
 
@@ -168,7 +168,7 @@ class Handler:
         try:
             async with asyncio.timeout(max(0.0, held.seconds_left())):
                 for index in held.missing:
-                    publisher.add(self._failed(held, index, error, None, time.time()))
+                    publisher.add(self._outcomes.failed(held, index, error, None, time.time()))
                 await publisher.finish()
         except TimeoutError:
             log.warning("unavailable_not_recorded", group=held.job.group_id)
@@ -184,7 +184,7 @@ class Handler:
             reading = await self._context.parsers.open(job)
         except RequestFailed as refused:
             for index in held.missing:
-                publisher.add(self._failed(held, index, refused.info(), None, time.time()))
+                publisher.add(self._outcomes.failed(held, index, refused.info(), None, time.time()))
             return Outcome.ACK
         sent = await sent_before(self._context.bus, job, taken_over=held.taken_over)
         work = Work(held, job.prompt_token_ids.tolist(), reading, sent, pin)
@@ -221,12 +221,12 @@ class Handler:
         except (EngineDead, ConstraintLost):
             raise
         except RollgridError as error:
-            return self._failed(held, index, error.info(), request.seed, started)
+            return self._outcomes.failed(held, index, error.info(), request.seed, started)
         except Exception as error:
             log.exception("sample_failed_unexpectedly", group=held.job.group_id, index=index)
             unexpected = ErrorInfo(code=ErrorCode.INTERNAL, message=repr(error), boundary=Boundary.ENGINE)
-            return self._failed(held, index, unexpected, request.seed, started)
-        return self._succeeded(held, index, result, parsed, request.seed, started)
+            return self._outcomes.failed(held, index, unexpected, request.seed, started)
+        return self._outcomes.succeeded(held, index, result, parsed, request.seed, started)
 
     async def _result(self, work: Work, request: GenerationRequest) -> tuple[Generated, Parsed | None]:
         """The sample and its parse, streamed if that is asked for."""
@@ -276,67 +276,6 @@ class Handler:
             group_seed=group_seed,
             sent=work.sent.get(index, Sent()),
             hurried=job.priority is Priority.INTERACTIVE,
-        )
-
-    # -- samples ------------------------------------------------------------------------------
-
-    def _succeeded(
-        self, held: HeldJob, index: int, result: Generated, parsed: Parsed | None, seed: int | None, started: float
-    ) -> Sample:
-        weights, tokens = self._context.weights, len(result.token_ids)
-        spans = result.version_spans or (VersionSpan(version=weights.current, start=0, end=tokens),)
-        self._observe_fresh(spans, result)
-        fingerprint, confirmed = weights.fingerprint(spans[-1].version)
-        return Sample(
-            index=index,
-            turn=turn(held.job),
-            attempt=held.attempt,
-            status=SampleStatus.SUCCEEDED,
-            token_ids=TokenIds.of(result.token_ids),
-            logprobs=Floats(result.logprobs.tobytes()),
-            top_logprobs=result.top_logprobs,
-            text=result.text,
-            parsed=parsed,
-            finish_reason=result.finish_reason,
-            stop_reason=result.stop_reason,
-            version_spans=spans,
-            weight_fingerprint=fingerprint,
-            fingerprint_confirmed=confirmed,
-            seed=seed,
-            resumed_from=result.resumed_from,
-            worker=self._context.worker,
-            cached_tokens=result.cached_tokens,
-            timings=Timings(
-                dequeued_at=held.dequeued_at,
-                started_at=started,
-                first_token_at=result.first_token_at,
-                finished_at=time.time(),
-            ),
-            prompt_logprobs=result.prompt_logprobs,
-        )
-
-    def _observe_fresh(self, spans: tuple[VersionSpan, ...], result: Generated) -> None:
-        """The first token of a version: known to the millisecond where a sample began on it, else by its end."""
-        for span in spans:
-            if span.version in self._fresh:
-                continue
-            self._fresh.add(span.version)
-            committed = self._context.weights.committed_at(span.version)
-            if committed:
-                began_on_it = span.start == 0 and not result.resumed_from and result.first_token_at
-                metrics.FRESH_LAG.observe(max(0.0, (result.first_token_at if began_on_it else time.time()) - committed))
-
-    def _failed(self, held: HeldJob, index: int, error: ErrorInfo, seed: int | None, started: float) -> Sample:
-        return Sample(
-            index=index,
-            turn=turn(held.job),
-            attempt=held.attempt,
-            status=SampleStatus.FAILED,
-            finish_reason=FinishReason.ERROR,
-            seed=seed,
-            worker=self._context.worker,
-            timings=Timings(dequeued_at=held.dequeued_at, started_at=started, finished_at=time.time()),
-            error=error,
         )
 
     # -- around them --------------------------------------------------------------------------
@@ -391,7 +330,7 @@ class Handler:
             limit=str(self._context.settings.max_starts),
         )
         for index in held.missing:
-            publisher.add(self._failed(held, index, error, None, time.time()))
+            publisher.add(self._outcomes.failed(held, index, error, None, time.time()))
 
     async def _clear_suspicion(self, group_id: str) -> None:
         try:
@@ -413,7 +352,3 @@ class Handler:
                 await publisher.finish()
         except TimeoutError:
             log.warning("finished_samples_given_up")
-
-
-def turn(job: SampleGroup) -> int:
-    return job.session.turn if job.session is not None else 0

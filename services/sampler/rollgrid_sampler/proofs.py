@@ -26,6 +26,10 @@ RECORD_S = 3.0
 """A version is looked at locally at once; the fleet's record may take so long before it stays pending."""
 
 
+REMEMBERED = 64
+"""Findings kept of versions that are loaded no more."""
+
+
 class Quarantined(EngineDead):
     """The weights are not what their label says."""
 
@@ -37,6 +41,8 @@ class Proofs:
         self._bus, self._records, self._on_change = bus, records, on_change
         self._findings: dict[int, Finding] = {}
         self._proofs: dict[int, Proof] = {}
+        self._past: dict[int, Finding] = {}
+        self._past_proofs: dict[int, Proof] = {}
         self._pending: set[int] = set()
         self._wrong: set[int] = set()
         self._judged = asyncio.Event()
@@ -46,10 +52,11 @@ class Proofs:
         """False while the policy is unknown: nothing is compared or recorded."""
 
     def confirmed(self, version: int) -> bool:
-        return self._proofs.get(version) is Proof.CONFIRMED
+        return self._proofs.get(version, self._past_proofs.get(version)) is Proof.CONFIRMED
 
     def finding(self, version: int) -> Finding | None:
-        return self._findings.get(version)
+        """Of a version that is loaded, or was a while ago: samples end after their version went."""
+        return self._findings.get(version, self._past.get(version))
 
     # -- around a load ------------------------------------------------------------------------
 
@@ -94,8 +101,10 @@ class Proofs:
     def forget(self, loaded: Collection[int]) -> None:
         """Keep what was found of these versions only."""
         for version in [one for one in self._findings if one not in loaded]:
-            del self._findings[version]
-            self._proofs.pop(version, None)
+            self._past[version] = self._findings.pop(version)
+            self._past_proofs[version] = self._proofs.pop(version, Proof.PENDING)
+        for version in list(self._past)[:-REMEMBERED]:
+            del self._past[version], self._past_proofs[version]
 
     # -- what others ask ----------------------------------------------------------------------
 

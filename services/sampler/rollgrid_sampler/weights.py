@@ -162,10 +162,9 @@ class Weights:
             return False
 
     def fingerprint(self, version: int) -> tuple[str | None, bool]:
-        """Of a loaded version, and whether a cold load gave the same; (None, False) of another."""
-        now = self._engine.loaded
-        found = now.fingerprint if version == now.version else now.adapters.get(version)
-        return found, found is not None and self._proofs.confirmed(version)
+        """Of a version that is or was loaded here, and whether a cold load gave the same; (None, False) of another."""
+        found = self._proofs.finding(version)
+        return (None, False) if found is None else (found.fingerprint, self._proofs.confirmed(version))
 
     def committed_at(self, version: int) -> float:
         """UNIX seconds at which the version was published, 0.0 = not known."""

@@ -131,4 +131,5 @@ async def _sample(engine: ScriptedEngine) -> Sample:
         token_ids=TokenIds.of(made.token_ids),
         logprobs=Floats(made.logprobs.tobytes()),
         version_spans=made.version_spans,
+        weight_fingerprint=engine.loaded.fingerprint,
     )

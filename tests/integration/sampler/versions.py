@@ -28,7 +28,7 @@ from rollgrid_contracts.topology import POLICIES
 from rollgrid_runtime.blobs import Blobs
 from rollgrid_runtime.bus import Bus
 from rollgrid_runtime.kv import Table
-from rollgrid_sampler.engines.script import adapter_digest, combined, sample_key, script
+from rollgrid_sampler.engines.script import adapter_digest, combined, fingerprint, sample_key, script
 from rollgrid_weights.manifest import encode_manifest, weights_digest
 
 from .stage import POOL
@@ -166,6 +166,8 @@ class Versions:
             ends = [0, *(span.end for span in sample.version_spans)]
             if ends[:-1] != [span.start for span in sample.version_spans] or ends[-1] != len(tokens):
                 found.append(f"{name} has spans {sample.version_spans} over {len(tokens)} tokens")
+            if sample.weight_fingerprint != fingerprint(self.digest(sample.version_spans[-1].version)):
+                found.append(f"{name} has fingerprint {sample.weight_fingerprint}, ends in {sample.version_spans[-1]}")
             for span in sample.version_spans:
                 key = sample_key(self.digest(span.version), name, sample.index, sample.seed)
                 own = script(key, span.start, span.end, 512, 2, eos_rate)

@@ -49,6 +49,11 @@ def adapter_digest(weights: bytes, files: Mapping[str, bytes]) -> bytes:
     return hashlib.sha256(b"rollgrid-scripted-lora-1" + weights + combined(files)).digest()
 
 
+def fingerprint(digest: bytes) -> str:
+    """What the probes of an engine give whose weights have this digest."""
+    return hashlib.sha256(b"rollgrid-scripted-fingerprint" + digest).hexdigest()
+
+
 def sample_key(digest: bytes, sample: str, index: int, seed: int | None) -> int:
     """The 64-bit key of one sample's stream."""
     name = f"id:{sample}" if seed is None else f"seed:{seed}"

@@ -11,7 +11,6 @@ and means nothing.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import os
 import signal
 import time
@@ -39,7 +38,7 @@ from .base import (
     RequestFailed,
     WeightsRefused,
 )
-from .script import adapter_digest, combined, file_digests, neighbours, sample_key, script, weights_digest
+from .script import adapter_digest, combined, file_digests, fingerprint, neighbours, sample_key, script, weights_digest
 from .scripted_play import Play
 
 log = get_logger(__name__)
@@ -212,8 +211,8 @@ class ScriptedEngine:
     def _label(self, version: int) -> None:
         """The label and what the probes would give, which is of the bytes."""
         self._digest = combined(self._files)
-        adapters = {one: _fingerprint(adapter_digest(self._digest, files)) for one, files in self._adapters.items()}
-        self._loaded = Loaded(version=version, fingerprint=_fingerprint(self._digest), adapters=dict(adapters))
+        adapters = {one: fingerprint(adapter_digest(self._digest, files)) for one, files in self._adapters.items()}
+        self._loaded = Loaded(version=version, fingerprint=fingerprint(self._digest), adapters=dict(adapters))
 
     # -- one sample ---------------------------------------------------------------------------
 
@@ -295,10 +294,6 @@ class ScriptedEngine:
                 pass
 
 
-def _fingerprint(digest: bytes) -> str:
-    return hashlib.sha256(b"rollgrid-scripted-fingerprint" + digest).hexdigest()
-
-
 class ScriptedColdChecks(ColdChecks):
     """What a cold load would give is known without one."""
 
@@ -306,4 +301,4 @@ class ScriptedColdChecks(ColdChecks):
         digest = await asyncio.to_thread(weights_digest, folder)
         if adapter_folder is not None:
             digest = adapter_digest(digest, await asyncio.to_thread(file_digests, adapter_folder))
-        return _fingerprint(digest)
+        return fingerprint(digest)
