@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Literal, Self
+from typing import Self
 
 from pydantic import Field, SecretStr, model_validator
 from pydantic_settings import SettingsConfigDict
@@ -12,6 +12,7 @@ from rollgrid_contracts.jobs import OnRefresh
 from rollgrid_runtime.settings import ServiceSettings
 
 MIB = 1024 * 1024
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 class EngineKind(StrEnum):
@@ -101,7 +102,7 @@ class SamplerSettings(ServiceSettings):
     gpu_memory: float = Field(default=0.9, gt=0, le=1)
     start_timeout_s: float = Field(default=600.0, gt=0, description="also the longest load of other weights")
     max_loras: int = Field(default=0, ge=0, description="LoRA versions that generate at once; 0 = LoRA off")
-    max_lora_rank: Literal[1, 8, 16, 32, 64, 128, 256, 320, 512] = 16
+    max_lora_rank: int = Field(default=16, description="1, 8, 16, 32, 64, 128, 256, 320 or 512, as vLLM wants it")
     max_cpu_loras: int | None = Field(
         default=None, ge=1, description="LoRA versions held ready, at least max_loras; None = max_loras"
     )
@@ -133,6 +134,8 @@ class SamplerSettings(ServiceSettings):
 
     @model_validator(mode="after")
     def _loras_agree(self) -> Self:
+        if self.max_lora_rank not in LORA_RANKS:
+            raise ValueError(f"max_lora_rank ({self.max_lora_rank}) must be one of {', '.join(map(str, LORA_RANKS))}")
         if self.max_cpu_loras is not None and not 1 <= self.max_loras <= self.max_cpu_loras:
             raise ValueError(f"max_loras ({self.max_loras}) must be 1 .. max_cpu_loras ({self.max_cpu_loras})")
         return self
