@@ -290,6 +290,14 @@ def test_a_canary_that_dies_is_replaced_and_a_joiner_must_have_it() -> None:
     assert rollout.advance(state, leases(workers), 3.0).rollout is None
 
 
+def test_a_canary_that_has_met_the_version_before_is_believed_at_once() -> None:
+    workers = fleet(a=0)
+    workers["a"].problem = "version 1: does not fit"
+    found = rollout.advance(adopt(START, 1, RolloutRequest(canary=1), 0.0), leases(workers), 0.0).rollout
+    assert found is not None
+    assert found.failure is not None
+
+
 def test_the_reasons_name_the_canary_and_the_deadline() -> None:
     workers = fleet(a=0)
     state = rollout.advance(adopt(START, 1, RolloutRequest(canary=1), 0.0), leases(workers), 0.0)

@@ -50,15 +50,15 @@ def advance(state: PolicyState, workers: Iterable[WorkerState], now: float) -> P
         return state
     there = {worker.worker: worker for worker in workers if worker.pool == state.pool}
     rollout = replace(rollout, workers=tuple(name for name in rollout.workers if name in there))
-    complaint = _complaint(state, rollout, there)
-    if complaint is not None:
-        return replace(state, rollout=_failed(rollout, complaint))
     if not rollout.proven_at:
         rollout = _proving(state, rollout, there, now)
     if rollout.proven_at:
         rollout = _widened(state, rollout, there)
-        if not _missing(state, rollout, there):
-            return replace(state, rollout=None)
+    complaint = _complaint(rollout, there)  # of those just named too: they may have met this version before
+    if complaint is not None:
+        return replace(state, rollout=_failed(rollout, complaint))
+    if rollout.proven_at and not _missing(state, rollout, there):
+        return replace(state, rollout=None)
     if now < rollout.deadline:
         return replace(state, rollout=rollout)
     if rollout.proven_at and rollout.on_deadline is OnDeadline.ALARM:
@@ -146,7 +146,7 @@ def _missing(state: PolicyState, rollout: Rollout, there: Named) -> list[str]:
     )
 
 
-def _complaint(state: PolicyState, rollout: Rollout, there: Named) -> ErrorInfo | None:
+def _complaint(rollout: Rollout, there: Named) -> ErrorInfo | None:
     """What a canary says against the version, if one does."""
     for name in _staying(rollout, there)[: rollout.canary]:
         worker = there[name]
