@@ -11,14 +11,16 @@ from typing import Any
 import pytest
 from rollgrid_contracts.checkpoints import Fingerprint, fingerprint_key
 from rollgrid_contracts.fleet import WorkerState
-from rollgrid_contracts.jobs import SamplingParams, VersionRule, WeightConstraint
+from rollgrid_contracts.jobs import OnRefresh, SamplingParams, VersionRule, WeightConstraint
 from rollgrid_contracts.topology import FINGERPRINTS, SUSPECTS
 from rollgrid_runtime.blobs import Blobs
 from rollgrid_runtime.kv import Table
 from rollgrid_runtime.settings import NatsSettings, S3Settings
+from rollgrid_sampler.engines.script import fingerprint
+from rollgrid_sampler.engines.scripted import ScriptedEngine
 from rollgrid_sampler.proofs import Quarantined
 from rollgrid_sampler.service import SamplerService
-from rollgrid_sampler.settings import WeightFault
+from rollgrid_sampler.settings import SamplerSettings, WeightFault
 
 from .stage import Stage, make_job, sampler, sampler_settings
 from .versions import Versions, make_base
@@ -130,6 +132,32 @@ async def test_of_two_workers_the_one_with_a_stale_tensor_is_found_and_heals(
             else:
                 await has(stage, "good", 1, confirmed=True)
                 assert not good.done()
+
+
+async def test_where_the_record_is_cold_nothing_of_wrong_weights_is_recorded(
+    stage: Stage, nats_settings: NatsSettings, s3: S3Settings, blobs: Blobs, options: dict[str, Any]
+) -> None:
+    """Samples that end between the load and the look at the record wait for it."""
+    versions = Versions(stage.bus, blobs)
+    await versions.full(1)
+    await versions.desire(0)
+    records: Table[Fingerprint] = Table(stage.bus, FINGERPRINTS, Fingerprint)
+    key = fingerprint_key("shared", "default", 1, ScriptedEngine(SamplerSettings()).facts.fingerprint_class)
+    await records.create(key, Fingerprint(fingerprint=fingerprint(versions.digest(1)), cold=True, worker="w0"))
+    options |= {"instance": "w1", "scripted_weight_faults": {1: WeightFault.STALE_TENSOR}, "swap_mode": OnRefresh.KEEP}
+    sampling = SamplingParams(max_tokens=20, ignore_eos=True, seed=1)
+    jobs = [make_job(f"job{number}", n=32, sampling=sampling) for number in range(12)]
+    async with running(nats_settings, s3, **options, scripted_token_rate=100.0) as work:
+        await has(stage, "w1", 0, confirmed=True)
+        for job in jobs:
+            await stage.submit(job)
+        while not await stage.read():
+            await asyncio.sleep(0.01)
+        await versions.desire(1)
+        await ended(work)
+    events = await stage.read()
+    assert events
+    assert [lie for event in events for lie in versions.lies(event.group_id, event.samples, 0.01)] == []
 
 
 async def test_a_cold_load_that_differs_from_a_cold_record_never_serves(
