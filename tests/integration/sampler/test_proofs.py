@@ -59,6 +59,6 @@ async def test_of_two_first_findings_one_is_the_record_and_a_cold_one_replaces_i
     assert await two.prove(Finding(3, "y", cold=True), "c") is Proof.CONFIRMED
     assert await one.prove(Finding(3, "x", cold=False), "c") is Proof.WRONG
     assert await one.prove(Finding(3, "x", cold=True), "c") is Proof.WRONG, "a cold record is not replaced"
-    assert await one.prove(Finding(3, "x", cold=False), "other class") is Proof.PENDING
+    assert await one.prove(Finding(3, "x", cold=False), "other") is Proof.PENDING
     assert await one.prove(Finding(0, "x", cold=True, digest="a" * 64), "c") is Proof.CONFIRMED
     assert await one.prove(Finding(0, "y", cold=True, digest="b" * 64), "c") is Proof.CONFIRMED, "another base"
