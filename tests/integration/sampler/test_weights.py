@@ -169,7 +169,12 @@ async def test_samples_running_at_a_swap_keep_their_constraint(
 ) -> None:
     """An exact_version job whose samples would cross the seam is given back, not recorded with mixed tokens."""
     revision = await policies.create(KEY, state())
-    options: dict[str, Any] = {"swap_mode": OnRefresh.KEEP, "scripted_token_rate": 100.0, "policy_wait_s": 5, "pin_grace_s": 0}
+    options: dict[str, Any] = {
+        "swap_mode": OnRefresh.KEEP,
+        "scripted_token_rate": 100.0,
+        "policy_wait_s": 5,
+        "pin_grace_s": 0,
+    }
     sampling = SamplingParams(max_tokens=150, ignore_eos=True)
     exact = make_job("exact", n=2, sampling=sampling, weights=WeightConstraint(rule=VersionRule.EXACT, value=0))
     free = make_job("free", n=2, sampling=sampling)
