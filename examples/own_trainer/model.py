@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from .tasks import Task, TaskStream
+from .tasks import PHRASES, Task, TaskStream, instructions
 
 PAD, EOS = "<|pad|>", "<|end|>"
-CONTEXT = 64
+CONTEXT = 32
 WARM_BATCH = 128
 LOOK_EVERY = 10
 IGNORED = -100
@@ -54,22 +54,21 @@ def new_policy(seed: int, hidden: int = 128, layers: int = 2) -> Policy:
 
 
 def _tokenizer() -> Any:
-    """Byte-level BPE; each digit is a token of its own, as in Llama's."""
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
+    """Byte-level BPE without merges: a digit is a token, and so is each phrase that all questions or answers have."""
+    alphabet = [PAD, EOS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    made = Tokenizer(models.BPE({symbol: number for number, symbol in enumerate(alphabet)}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=320, special_tokens=[PAD, EOS], show_progress=False,
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-    )  # fmt: skip
-    made.train_from_iterator([task.question for task in TaskStream(0).take(256)], trainer)
+    made.add_tokens([AddedToken(phrase, normalized=False) for phrase in (*PHRASES, instructions())])
     return PreTrainedTokenizerFast(tokenizer_object=made, pad_token=PAD, eos_token=EOS)
 
 
-def warm_start(policy: Policy, tasks: TaskStream, *, until: float, lr: float, max_steps: int = 2000) -> int:
-    """Supervised steps until the likeliest answer is right in the share `until` of tasks; how many."""
+def warm_start(policy: Policy, tasks: TaskStream, *, until: float, lr: float, max_steps: int = 2000) -> Any:
+    """Supervised steps until the likeliest answer is right in the share `until` of tasks; the optimizer, which the rollouts go on with.
+
+    Its running averages are worth keeping: AdamW without them takes its first steps blindly, and on rewards as rare as
+    these they undo what was learned.
+    """
     optimizer = torch.optim.AdamW(policy.model.parameters(), lr=lr, weight_decay=0.0)
     for step in range(1, max_steps + 1):
         ids, labels = _supervised(policy, tasks.take(WARM_BATCH))
@@ -81,7 +80,7 @@ def warm_start(policy: Policy, tasks: TaskStream, *, until: float, lr: float, ma
             wanted = labels[:, 1:]
             right = (output.logits[:, :-1].argmax(-1) == wanted) | (wanted == IGNORED)
             if right.all(1).float().mean().item() >= until:
-                return step
+                return optimizer
     raise RuntimeError(f"the warm start did not reach {until} within {max_steps} steps")
 
 

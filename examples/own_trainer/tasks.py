@@ -7,15 +7,25 @@ drawn with different seeds on top.  So the split holds whoever draws, however of
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import reasoning_gym
 
-DATASET = "chain_sum"
-CONFIG = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
-"""`a + b` and `a - b` with one or two digits: 16,400 questions, answers from -89 to 198."""
+DATASET = "number_sorting"
+CONFIG = {
+    "min_numbers": 5, "max_numbers": 5, "min_value": 0, "max_value": 9, "min_decimals": 0, "max_decimals": 0,
+}  # fmt: skip
+"""Five numbers from 0 to 9, up or down: 200,000 questions.
+
+The reward is 1 or 0: a well-formed list in order, each number within 1 of the true one.
+"""
+PHRASES = (
+    "Sort these numbers in ascending order: ", "Sort these numbers in descending order: ", ".0, ", "['", ".0', '", ".0']",
+)  # fmt: skip
+"""What every question and answer is made of, beside digits and the instructions at the end of the question."""
 HELD_OUT_TENTHS = 2
 """Of ten questions, two are for the examination only."""
 TRAIN_SEED, HELD_OUT_SEED = 1_000_000_000, 2_000_000_000
@@ -71,6 +81,12 @@ def examination(count: int, seed: int = 0) -> list[Task]:
     return list(found.values())
 
 
+def instructions() -> str:
+    """The end of every question, from the last number on."""
+    question = str(_dataset(0)[0]["question"])
+    return ".0" + question[question.index("\n") :]
+
+
 def score(answer: str, task: Task) -> float:
     """The reward as the scorer gives it, for a trainer that asks no scorer."""
     return float(_dataset(0).score_answer(answer.strip() or None, task.entry))
@@ -84,5 +100,6 @@ def _draw(seed: int, *, held_out: bool) -> Iterator[Task]:
             yield Task(entry["question"], entry["answer"], entry)
 
 
+@functools.cache
 def _dataset(seed: int) -> Any:
     return reasoning_gym.create_dataset(DATASET, seed=seed, size=RUN_STRIDE, **CONFIG)

@@ -14,9 +14,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from rollgrid import group_advantages as sdk_advantages
+from rollgrid import group_advantages as sdk_advantages  # noqa: E402
 
-from examples.own_trainer import losses
+from examples.own_trainer import losses  # noqa: E402
 
 NOT_A_NUMBER = float("nan")
 REWARDS = torch.tensor([1.0, 0.0, 1.0, 1.0])

@@ -1,0 +1,75 @@
+"""What a run has measured: a row per step, a row per examination, and the figures drawn from them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from .settings import Settings
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Step:
+    """One step.  `difference` is the largest |Δlogprob|; staleness is in versions, times in seconds."""
+
+    step: int
+    version: int
+    reward: float
+    right: float
+    loss: float
+    difference: float
+    staleness_max: int
+    staleness_mean: float
+    samples: int
+    useful: int
+    tokens: int
+    seconds: float
+    rollout_s: float
+    train_s: float
+    publish_s: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Exam:
+    """Held-out reward and share of right answers of the weights after `step` steps."""
+
+    step: int
+    reward: float
+    right: float
+
+
+class History:
+    """Everything a run has measured."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.steps: list[Step] = []
+        self.exams: list[Exam] = []
+
+    @property
+    def rise(self) -> float:
+        """How much the held-out share of right answers has grown."""
+        return self.exams[-1].right - self.exams[0].right
+
+    def summary(self) -> dict[str, Any]:
+        seconds = sum(step.seconds for step in self.steps)
+        samples = sum(step.samples for step in self.steps)
+        return {
+            "held_out_right": [self.exams[0].right, self.exams[-1].right],
+            "held_out_reward": [self.exams[0].reward, self.exams[-1].reward],
+            "max_difference": max(step.difference for step in self.steps),
+            "max_staleness": max(step.staleness_max for step in self.steps),
+            "samples": samples,
+            "useful": sum(step.useful for step in self.steps),
+            "tokens": sum(step.tokens for step in self.steps),
+            "tokens_per_s": sum(step.tokens for step in self.steps) / seconds,
+            "seconds": seconds,
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "settings": dataclasses.asdict(self.settings),
+            "summary": self.summary(),
+            "steps": [dataclasses.asdict(step) for step in self.steps],
+            "exams": [dataclasses.asdict(exam) for exam in self.exams],
+        }

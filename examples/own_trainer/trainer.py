@@ -1,0 +1,199 @@
+"""The loop: submit → read the samples → advantages → loss → optimizer step → publish → submit …
+
+`Trainer` owns model and optimizer.  Synchronous (`max_staleness` 0): it trains on samples of the very
+weights it has.  Asynchronous: `ahead` batches are being sampled while it trains on one; no token is more
+than `max_staleness` versions older than the weights that learn from it, because every request says from
+which version on (`min_version`).  Nothing is thrown away for being too old.
+
+Every step also computes the logprobs of all sampled tokens with the weights that sampled them, according
+to the record, and compares.  A version label that lies, stale weights or a stale KV cache show up there.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch.func import functional_call
+
+from . import losses
+from .fleet import Arrays, Request, Sampler, State, usable
+from .history import Exam, History, Step
+from .model import Policy
+from .settings import Settings
+from .tasks import Task, TaskStream, examination
+
+TOLERANCE = 1e-4
+"""|Δlogprob| between the fleet and the trainer beyond which a step is refused (float32)."""
+SEED_SPAN = 1 << 20
+
+
+class LogprobsDiffer(RuntimeError):
+    """The fleet's logprobs are not those of the weights it says it used."""
+
+
+class Trainer:
+    """One run; `train` does all of it, `step` one step."""
+
+    def __init__(self, settings: Settings, policy: Policy, optimizer: Any, sampler: Sampler) -> None:
+        self.settings, self.policy, self.sampler = settings, policy, sampler
+        self.optimizer = optimizer
+        for group in optimizer.param_groups:
+            group["lr"] = settings.lr
+        self.history = History(settings)
+        self.versions: list[int] = []
+        """Version of each step's weights: `versions[k]` is what step k trains."""
+        self._states: dict[int, State] = {}
+        self._tasks = TaskStream(1 + settings.seed)
+        self._flying: collections.deque[Any] = collections.deque()
+        self._submitted = 0
+        self._exam = examination(settings.exam_tasks)
+
+    def train(self, tell: Callable[[str], None] = lambda _: None) -> History:
+        self.start()
+        for _ in range(self.settings.steps):
+            done = self.step()
+            exam = self.history.exams[-1]
+            tell(
+                f"step {done.step:3}  reward {done.reward:.3f}  held out {exam.reward:.3f} (at {exam.step})  staleness "
+                f"{done.staleness_max}  |dlogprob| {done.difference:.1e}  {done.tokens / done.seconds:5.0f} tokens/s"
+            )
+        return self.history
+
+    def start(self) -> None:
+        self._publish(0)
+        self.history.exams.append(self.examine(0))
+
+    def step(self) -> Step:
+        """One optimizer step on one batch, and the publication of what came out."""
+        began, settings, step = time.monotonic(), self.settings, len(self.versions) - 1
+        while self._submitted <= min(step + settings.depth, settings.steps - 1):
+            self._submit()
+        arrays = self.sampler.collect(self._flying.popleft())
+        sampled = time.monotonic()
+        age = self._age(arrays, step)
+        difference = self._difference(arrays)
+        useful = usable(arrays, age, settings.max_staleness)
+        loss = self._learn(arrays, useful)
+        trained = time.monotonic()
+        self._publish(step + 1)
+        ended = time.monotonic()
+        rewards = arrays["rewards"][useful]
+        done = Step(
+            step=step, version=self.versions[step], reward=float(rewards.mean()), right=float((rewards >= 1).mean()),
+            loss=loss, difference=difference, staleness_max=int(age.max()), staleness_mean=float(age.mean()),
+            samples=len(age), useful=int(useful.sum()), tokens=int(arrays["mask"].sum()), seconds=ended - began,
+            rollout_s=sampled - began, train_s=trained - sampled, publish_s=ended - trained,
+        )  # fmt: skip
+        self.history.steps.append(done)
+        if (step + 1) % settings.exam_every == 0 or step + 1 == settings.steps:
+            self.history.exams.append(self.examine(step + 1))
+        return done
+
+    def examine(self, step: int) -> Exam:
+        """Reward of the likeliest answers to the held-out questions, by the newest weights."""
+        sampling = {"max_tokens": self.settings.max_tokens, "temperature": 0.0}
+        request = self._request(f"exam-{step}", self._exam, 1, sampling, self.versions[-1])
+        rewards = self.sampler.collect(self.sampler.submit(request))["rewards"]
+        return Exam(step=step, reward=float(np.nanmean(rewards)), right=float(np.nanmean(rewards >= 1)))
+
+    # -- sampling -----------------------------------------------------------------------------
+
+    def _submit(self) -> None:
+        """Ask for the batch that step `_submitted` will train on."""
+        settings, step = self.settings, self._submitted
+        oldest = self.versions[max(0, step - settings.max_staleness)]
+        sampling = {"max_tokens": settings.max_tokens, "temperature": settings.temperature}
+        request = self._request(f"step-{step}", self._tasks.take(settings.tasks), settings.samples, sampling, oldest)
+        self._flying.append(self.sampler.submit(request))
+        self._submitted += 1
+
+    def _request(
+        self, key: str, tasks: list[Task], samples: int, sampling: dict[str, Any], min_version: int
+    ) -> Request:
+        first = (self.settings.seed * SEED_SPAN + self._submitted) * SEED_SPAN
+        return Request(
+            key=key, prompts=[self.policy.encode(task) for task in tasks], tasks=tasks, samples=samples,
+            seeds=range(first, first + len(tasks)), sampling=sampling, min_version=min_version,
+            deadline_s=self.settings.deadline_s,
+        )  # fmt: skip
+
+    def _publish(self, step: int) -> None:
+        state = {name: tensor.detach().clone() for name, tensor in self.policy.model.state_dict().items()}
+        version = self.sampler.publish(state, step)
+        self.versions.append(version)
+        self._states[version] = state
+        for old in self.versions[: -2 - self.settings.max_staleness]:
+            self._states.pop(old, None)
+
+    def _age(self, arrays: Arrays, step: int) -> Any:
+        """How many versions the oldest token of each row lies behind the weights that learn from it."""
+        position = {version: index for index, version in enumerate(self.versions)}
+        ages = np.zeros(len(arrays["ok"]), dtype=np.int64)
+        for version in np.unique(arrays["versions"][arrays["mask"]]):
+            rows = ((arrays["versions"] == version) & arrays["mask"]).any(1)
+            ages[rows] = np.maximum(ages[rows], step - position[int(version)])
+        return ages
+
+    # -- learning -----------------------------------------------------------------------------
+
+    def _forward(self, arrays: Arrays, state: State | None = None) -> Any:
+        """Logprobs (R, T) of the sampled tokens at the training temperature, by `state` or the model as it is."""
+        ids = torch.tensor(np.concatenate([arrays["prompt_ids"], arrays["completion_ids"]], axis=1))
+        seen = torch.tensor(np.concatenate([arrays["prompt_mask"], arrays["mask"]], axis=1))
+        inputs = {"attention_mask": seen.long(), "position_ids": (seen.long().cumsum(1) - 1).clamp(min=0)}
+        model = self.policy.model
+        output = model(ids, **inputs) if state is None else functional_call(model, dict(state), (ids,), inputs)
+        width = arrays["prompt_ids"].shape[1]
+        logits = output.logits[:, width - 1 : -1] / self.settings.temperature
+        return torch.log_softmax(logits, -1).gather(-1, ids[:, width:, None])[..., 0]
+
+    @torch.no_grad()
+    def _difference(self, arrays: Arrays) -> float:
+        """Largest |Δlogprob| between the record and the weights that it names.  Raises LogprobsDiffer."""
+        largest = 0.0
+        for version in np.unique(arrays["versions"][arrays["mask"]]):
+            own = self._forward(arrays, self._states[int(version)]).numpy()
+            tokens = arrays["mask"] & (arrays["versions"] == version)
+            largest = max(largest, float(np.abs(own - arrays["logprobs"])[tokens].max()))
+        if largest >= TOLERANCE:
+            raise LogprobsDiffer(f"logprobs of step {len(self.versions) - 1} differ by {largest:.2e}")
+        return largest
+
+    def _learn(self, arrays: Arrays, useful: Any) -> float:
+        """`epochs` optimizer steps on the useful rows; the mean loss."""
+        rows = {name: torch.tensor(values[useful]) for name, values in arrays.items()}
+        kept = {name: values[useful] for name, values in arrays.items()}
+        total = 0.0
+        for _ in range(self.settings.epochs):
+            loss = self._loss(self._forward(kept), rows)
+            self.optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(self.policy.model.parameters(), self.settings.grad_norm)
+            self.optimizer.step()
+            total += loss.item()
+        if not math.isfinite(total):
+            raise FloatingPointError("the loss is not finite")
+        return total / self.settings.epochs
+
+    def _loss(self, logprobs: Any, rows: dict[str, Any]) -> Any:
+        old, mask, groups = rows["logprobs"], rows["mask"], rows["group_index"]
+        rewards, settings = rows["rewards"].float(), self.settings
+        clip = {"clip_low": settings.clip_low, "clip_high": settings.clip_high}
+        match settings.loss:
+            case "grpo":
+                return losses.grpo(logprobs, old, rewards, groups, mask, **clip)
+            case "dr_grpo":
+                return losses.dr_grpo(logprobs, old, rewards, groups, mask, length=settings.max_tokens, **clip)
+            case "ppo":
+                centred = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
+                return losses.ppo_clip(logprobs, old, centred, mask, **clip)
+            case "gspo":
+                return losses.gspo(logprobs, old, rewards, groups, mask, **clip)
+        returns = losses.discounted_returns(losses.final_rewards(rewards, mask), mask)
+        return losses.reinforce(logprobs, returns, rewards.mean(), mask)
