@@ -84,14 +84,13 @@ class ColdChecks:
             if child.returncode is None:
                 child.kill()
                 await child.wait()
-        lines = out.splitlines()
-        if child.returncode != 0 or not lines:
+        if child.returncode != 0:
             said = words.decode(errors="replace")[-STDERR_KEPT:]
             raise ColdCheckFailed(f"the cold check ended with {child.returncode}: {said}")
         try:
-            return msgspec.json.decode(lines[-1], type=Found)
+            return msgspec.json.decode(out, type=Found)
         except msgspec.DecodeError as error:
-            raise ColdCheckFailed(f"the cold check answered {lines[-1][:200]!r}") from error
+            raise ColdCheckFailed(f"the cold check answered {out[:200]!r}") from error
 
     def _settings_environment(self) -> dict[str, str]:
         """The engine's settings, where they did not come from the environment."""
@@ -151,8 +150,10 @@ def main() -> int:
     chosen = parser.parse_args()
     lifeline.bind_to_parent()
     os.nice(LOWEST)
-    found = find(SamplerSettings(), chosen.folder, chosen.adapter)
-    sys.stdout.write(msgspec.json.encode(found).decode() + "\n")
+    with os.fdopen(os.dup(1), "wb") as answer:
+        os.dup2(2, 1)  # vLLM and its workers write to stdout what they have to say
+        found = find(SamplerSettings(), chosen.folder, chosen.adapter)
+        answer.write(msgspec.json.encode(found) + b"\n")
     return 0
 
 
