@@ -12,7 +12,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -20,20 +19,21 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 from rollgrid import Batch, Client, to_arrays
-from safetensors.torch import save_file
 
 from .tasks import SCORER, Task
 
 Arrays = dict[str, npt.NDArray[Any]]
 State = Mapping[str, Any]
 """A model's state_dict."""
+LIVE_TIMEOUT_S = 120.0
 
 
 class Request(NamedTuple):
-    """Samples that the trainer wants: `samples` of each prompt, by weights not older than `min_version`.
+    """Samples that the trainer wants: `samples` of each prompt, by weights of `min_version` or later.
 
-    `seeds` has one number per prompt; the samples of a group derive theirs from it.  `key` names the request
-    for good: sent again by a restarted trainer it is the same batch.
+    `max_staleness` None: for no step of the training (an examination).  `seeds` has one number per prompt; the
+    samples of a group derive theirs from it.  `key` names the request for good: sent again by a restarted
+    trainer it is the same batch.
     """
 
     key: str
@@ -43,6 +43,7 @@ class Request(NamedTuple):
     seeds: Sequence[int]
     sampling: Mapping[str, Any]
     min_version: int
+    max_staleness: int | None
     deadline_s: float
 
 
@@ -71,22 +72,26 @@ class Fleet:
         self._wait_live = wait_live
 
     def publish(self, state: State, step: int) -> int:
-        with tempfile.TemporaryDirectory(prefix="rollgrid-publish-") as folder:
-            save_file(dict(state), Path(folder) / "model.safetensors", metadata={"format": "pt"})
-            published = self.client.weights.publish(self.policy, folder, step=step)
+        published = self.client.weights.publish(self.policy, dict(state), step=step, upload=f"{self.run}-{step}")
         if self._wait_live:
-            published.wait_live(timeout=120)
-        return published.version
+            published.wait_live(timeout=LIVE_TIMEOUT_S)
+        return int(published.version)
 
     def submit(self, request: Request) -> Batch:
+        """Batches to train on are paced by the server: none is sampled too early, so none is thrown away as too old."""
+        terms: dict[str, Any] = {"run": f"{self.run}-exam", "weights": {"min_version": request.min_version}}
+        if request.max_staleness is not None:
+            terms = {
+                "run": self.run,
+                "pace": {"batch": len(request.prompts), "max_staleness": request.max_staleness},
+            }
         return self.client.submit(
             [
                 {"prompt_token_ids": prompt, "task": task.payload, "sampling": {"seed": seed}}
                 for prompt, task, seed in zip(request.prompts, request.tasks, request.seeds, strict=True)
             ],
-            n=request.samples, sampling=request.sampling, scorers=[SCORER], run=self.run, policy=self.policy,
-            weights={"min_version": request.min_version}, deadline_s=request.deadline_s,
-            idempotency_key=f"{self.run}-{request.key}",
+            n=request.samples, sampling=request.sampling, scorers=[SCORER], policy=self.policy,
+            deadline_s=request.deadline_s, idempotency_key=f"{self.run}-{request.key}", **terms,
         )  # fmt: skip
 
     def collect(self, ticket: Batch) -> Arrays:
@@ -125,14 +130,6 @@ def client_of(home: Path) -> Client:
     if state is None:
         raise RuntimeError(f"no stack runs in {home}")
     return Client(state.url, state.api_key)
-
-
-def wait_until(condition: Any, timeout_s: float, what: str) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{what} not within {timeout_s:.0f} s")
-        time.sleep(0.1)
 
 
 def usable(arrays: Arrays, oldest: npt.NDArray[np.int64], bound: int) -> npt.NDArray[np.bool_]:

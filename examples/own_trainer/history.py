@@ -15,7 +15,6 @@ class Step:
     step: int
     version: int
     reward: float
-    right: float
     loss: float
     difference: float
     staleness_max: int
@@ -31,11 +30,10 @@ class Step:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Exam:
-    """Held-out reward and share of right answers of the weights after `step` steps."""
+    """Held-out reward of the weights after `step` steps."""
 
     step: int
     reward: float
-    right: float
 
 
 class History:
@@ -48,15 +46,15 @@ class History:
 
     @property
     def rise(self) -> float:
-        """How much the held-out share of right answers has grown."""
-        return self.exams[-1].right - self.exams[0].right
+        """How much the held-out reward has grown."""
+        return self.exams[-1].reward - self.exams[0].reward
 
     def summary(self) -> dict[str, Any]:
         seconds = sum(step.seconds for step in self.steps)
         samples = sum(step.samples for step in self.steps)
         return {
-            "held_out_right": [self.exams[0].right, self.exams[-1].right],
             "held_out_reward": [self.exams[0].reward, self.exams[-1].reward],
+            "train_reward": [self.steps[0].reward, self.steps[-1].reward],
             "max_difference": max(step.difference for step in self.steps),
             "max_staleness": max(step.staleness_max for step in self.steps),
             "samples": samples,
@@ -73,3 +71,10 @@ class History:
             "steps": [dataclasses.asdict(step) for step in self.steps],
             "exams": [dataclasses.asdict(exam) for exam in self.exams],
         }
+
+    @classmethod
+    def from_dict(cls, settings: Settings, found: dict[str, Any]) -> History:
+        history = cls(settings)
+        history.steps = [Step(**step) for step in found["steps"]]
+        history.exams = [Exam(**exam) for exam in found["exams"]]
+        return history

@@ -2,8 +2,8 @@
 
 `Trainer` owns model and optimizer.  Synchronous (`max_staleness` 0): it trains on samples of the very
 weights it has.  Asynchronous: `ahead` batches are being sampled while it trains on one; no token is more
-than `max_staleness` versions older than the weights that learn from it, because every request says from
-which version on (`min_version`).  Nothing is thrown away for being too old.
+than `max_staleness` versions older than the weights that learn from it, for the fleet paces the run.
+Nothing is thrown away for being too old.
 
 Every step also computes the logprobs of all sampled tokens with the weights that sampled them, according
 to the record, and compares.  A version label that lies, stale weights or a stale KV cache show up there.
@@ -26,7 +26,7 @@ from .fleet import Arrays, Request, Sampler, State, usable
 from .history import Exam, History, Step
 from .model import Policy
 from .settings import Settings
-from .tasks import Task, TaskStream, examination
+from .tasks import TaskStream, examination
 
 TOLERANCE = 1e-4
 """|Δlogprob| between the fleet and the trainer beyond which a step is refused (float32)."""
@@ -55,8 +55,9 @@ class Trainer:
         self._exam = examination(settings.exam_tasks)
 
     def train(self, tell: Callable[[str], None] = lambda _: None) -> History:
-        self.start()
-        for _ in range(self.settings.steps):
+        if not self.versions:
+            self.start()
+        while len(self.history.steps) < self.settings.steps:
             done = self.step()
             exam = self.history.exams[-1]
             tell(
@@ -68,6 +69,13 @@ class Trainer:
     def start(self) -> None:
         self._publish(0)
         self.history.exams.append(self.examine(0))
+
+    def go_on(self, history: History, versions: list[int]) -> None:
+        """Continue a run whose last version is that of the weights the model has now."""
+        self.history, self.versions = history, versions
+        self._submitted = len(history.steps)
+        self._tasks.take(self._submitted * self.settings.tasks)
+        self._states[versions[-1]] = self._snapshot()
 
     def step(self) -> Step:
         """One optimizer step on one batch, and the publication of what came out."""
@@ -83,11 +91,10 @@ class Trainer:
         trained = time.monotonic()
         self._publish(step + 1)
         ended = time.monotonic()
-        rewards = arrays["rewards"][useful]
         done = Step(
-            step=step, version=self.versions[step], reward=float(rewards.mean()), right=float((rewards >= 1).mean()),
-            loss=loss, difference=difference, staleness_max=int(age.max()), staleness_mean=float(age.mean()),
-            samples=len(age), useful=int(useful.sum()), tokens=int(arrays["mask"].sum()), seconds=ended - began,
+            step=step, version=self.versions[step], reward=_mean(arrays["rewards"][useful]), loss=loss,
+            difference=difference, staleness_max=int(age.max()), staleness_mean=float(age.mean()), samples=len(age),
+            useful=int(useful.sum()), tokens=int(arrays["mask"].sum()), seconds=ended - began,
             rollout_s=sampled - began, train_s=trained - sampled, publish_s=ended - trained,
         )  # fmt: skip
         self.history.steps.append(done)
@@ -98,44 +105,49 @@ class Trainer:
     def examine(self, step: int) -> Exam:
         """Reward of the likeliest answers to the held-out questions, by the newest weights."""
         sampling = {"max_tokens": self.settings.max_tokens, "temperature": 0.0}
-        request = self._request(f"exam-{step}", self._exam, 1, sampling, self.versions[-1])
+        request = Request(
+            key=f"exam-{step}", prompts=[self.policy.encode(task) for task in self._exam], tasks=self._exam, samples=1,
+            seeds=range(len(self._exam)), sampling=sampling, min_version=self.versions[-1], max_staleness=None,
+            deadline_s=self.settings.deadline_s,
+        )  # fmt: skip
         rewards = self.sampler.collect(self.sampler.submit(request))["rewards"]
-        return Exam(step=step, reward=float(np.nanmean(rewards)), right=float(np.nanmean(rewards >= 1)))
+        return Exam(step=step, reward=_mean(rewards[~np.isnan(rewards)]))
 
     # -- sampling -----------------------------------------------------------------------------
 
     def _submit(self) -> None:
         """Ask for the batch that step `_submitted` will train on."""
         settings, step = self.settings, self._submitted
-        oldest = self.versions[max(0, step - settings.max_staleness)]
-        sampling = {"max_tokens": settings.max_tokens, "temperature": settings.temperature}
-        request = self._request(f"step-{step}", self._tasks.take(settings.tasks), settings.samples, sampling, oldest)
+        tasks = self._tasks.take(settings.tasks)
+        first = (settings.seed * SEED_SPAN + step) * SEED_SPAN
+        request = Request(
+            key=f"step-{step}", prompts=[self.policy.encode(task) for task in tasks], tasks=tasks,
+            samples=settings.samples, seeds=range(first, first + len(tasks)),
+            sampling={"max_tokens": settings.max_tokens, "temperature": settings.temperature},
+            min_version=self.versions[max(0, step - settings.max_staleness)], max_staleness=settings.max_staleness,
+            deadline_s=settings.deadline_s,
+        )  # fmt: skip
         self._flying.append(self.sampler.submit(request))
         self._submitted += 1
 
-    def _request(
-        self, key: str, tasks: list[Task], samples: int, sampling: dict[str, Any], min_version: int
-    ) -> Request:
-        first = (self.settings.seed * SEED_SPAN + self._submitted) * SEED_SPAN
-        return Request(
-            key=key, prompts=[self.policy.encode(task) for task in tasks], tasks=tasks, samples=samples,
-            seeds=range(first, first + len(tasks)), sampling=sampling, min_version=min_version,
-            deadline_s=self.settings.deadline_s,
-        )  # fmt: skip
-
     def _publish(self, step: int) -> None:
-        state = {name: tensor.detach().clone() for name, tensor in self.policy.model.state_dict().items()}
+        state = self._snapshot()
         version = self.sampler.publish(state, step)
         self.versions.append(version)
         self._states[version] = state
         for old in self.versions[: -2 - self.settings.max_staleness]:
             self._states.pop(old, None)
 
+    def _snapshot(self) -> State:
+        return {name: tensor.detach().clone() for name, tensor in self.policy.model.state_dict().items()}
+
     def _age(self, arrays: Arrays, step: int) -> Any:
         """How many versions the oldest token of each row lies behind the weights that learn from it."""
         position = {version: index for index, version in enumerate(self.versions)}
         ages = np.zeros(len(arrays["ok"]), dtype=np.int64)
         for version in np.unique(arrays["versions"][arrays["mask"]]):
+            if version not in position:
+                raise LogprobsDiffer(f"tokens of version {version}, which this trainer did not publish")
             rows = ((arrays["versions"] == version) & arrays["mask"]).any(1)
             ages[rows] = np.maximum(ages[rows], step - position[int(version)])
         return ages
@@ -158,6 +170,8 @@ class Trainer:
         """Largest |Δlogprob| between the record and the weights that it names.  Raises LogprobsDiffer."""
         largest = 0.0
         for version in np.unique(arrays["versions"][arrays["mask"]]):
+            if version not in self._states:  # sampled before this process began, for the one it goes on for
+                continue
             own = self._forward(arrays, self._states[int(version)]).numpy()
             tokens = arrays["mask"] & (arrays["versions"] == version)
             largest = max(largest, float(np.abs(own - arrays["logprobs"])[tokens].max()))
@@ -167,6 +181,8 @@ class Trainer:
 
     def _learn(self, arrays: Arrays, useful: Any) -> float:
         """`epochs` optimizer steps on the useful rows; the mean loss."""
+        if not useful.any():
+            return 0.0
         rows = {name: torch.tensor(values[useful]) for name, values in arrays.items()}
         kept = {name: values[useful] for name, values in arrays.items()}
         total = 0.0
@@ -197,3 +213,7 @@ class Trainer:
                 return losses.gspo(logprobs, old, rewards, groups, mask, **clip)
         returns = losses.discounted_returns(losses.final_rewards(rewards, mask), mask)
         return losses.reinforce(logprobs, returns, rewards.mean(), mask)
+
+
+def _mean(values: Any) -> float:
+    return float(values.mean()) if len(values) else 0.0

@@ -1,7 +1,7 @@
 """A sampler in plain torch behind the example trainer's `Sampler`: no fleet, no engine.
 
 `lag` serves every request with weights so many versions old, where the request allows it.  `lies` says
-version v and uses the one before.
+version v and uses the one before.  The reward is 1 for every answer of even length, so that a random model earns some.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from rollgrid_contracts.ids import sample_seed
 
 from examples.own_trainer.fleet import Arrays, Request, State
 from examples.own_trainer.model import Policy, new_policy
-from examples.own_trainer.tasks import score
 
 
 class TorchSampler:
@@ -75,7 +74,7 @@ class TorchSampler:
             "mask": mask,
             "logprobs": logprobs.numpy(),
             "versions": np.where(mask, version, -1),
-            "rewards": np.array([score(text, ticket.tasks[row // ticket.samples]) for row, text in enumerate(texts)]),
+            "rewards": np.array([float(len(text) % 2 == 0) for text in texts]),
             "ok": np.ones(count, dtype=bool),
             "group_index": np.arange(count) // ticket.samples,
             "sample_index": np.arange(count) % ticket.samples,
