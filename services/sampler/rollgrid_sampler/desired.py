@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import NamedTuple
 
-from rollgrid_contracts.checkpoints import AdoptedVersion, CheckpointKind, PolicyState
+from rollgrid_contracts.checkpoints import AdoptedVersion, CheckpointKind, PolicyState, staleness
 from rollgrid_contracts.jobs import VersionRule, WeightConstraint
 
 
@@ -96,14 +96,4 @@ def met(constraint: WeightConstraint, loaded: int, state: PolicyState | None) ->
         case VersionRule.MIN:
             return loaded >= constraint.value
         case VersionRule.MAX_STALENESS:
-            return staleness(loaded, state) <= constraint.value
-
-
-def staleness(loaded: int, state: PolicyState | None) -> int:
-    """Positions in the desired history between what is desired now and what is loaded."""
-    if state is None or loaded == state.desired:
-        return 0
-    history = [*state.history, state.desired] if state.desired not in state.history else list(state.history)
-    if loaded not in history:
-        return len(history)
-    return max(0, history.index(state.desired) - history.index(loaded))
+            return state is None or staleness(state, loaded) <= constraint.value

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 from collections.abc import Iterator
 
-from rollgrid_contracts.checkpoints import AdoptedVersion, CheckpointKind, PolicyState
+from rollgrid_contracts.checkpoints import AdoptedVersion, CheckpointKind, PolicyState, staleness
 from rollgrid_contracts.fleet import LoadedVersion
 from rollgrid_contracts.jobs import SampleGroup, VersionRule, VersionSpan, WeightConstraint
 from rollgrid_contracts.topology import POLICIES
@@ -21,7 +21,7 @@ from rollgrid_runtime.errors import BusError, RollgridError, StorageError
 from rollgrid_runtime.kv import Table, Versioned, View
 from rollgrid_runtime.logging import get_logger
 
-from .desired import Wanted, choose, staleness, wanted
+from .desired import Wanted, choose, wanted
 from .engines.base import Engine, WeightsRefused
 from .fingerprints import Fingerprints
 from .folders import Folders
@@ -91,7 +91,7 @@ class Weights:
     @property
     def behind(self) -> int:
         """Positions between what is desired and what new requests get."""
-        return staleness(self._reconciler.current, self.state)
+        return 0 if self.state is None else staleness(self.state, self._reconciler.current)
 
     @property
     def current(self) -> int:

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 from rollgrid_contracts import topology
-from rollgrid_contracts.checkpoints import PolicyState
+from rollgrid_contracts.checkpoints import PolicyState, staleness
 from rollgrid_contracts.jobs import Priority, SamplingParams, VersionRule, VersionSpan, WeightConstraint
 from rollgrid_contracts.samples import FinishReason
 from rollgrid_contracts.subjects import PoolLane
 from rollgrid_sampler import lifeline
 from rollgrid_sampler.admission import judge
-from rollgrid_sampler.desired import met, staleness
+from rollgrid_sampler.desired import met
 from rollgrid_sampler.engines.base import Generated, RequestFailed
 from rollgrid_sampler.lanes import parse_durable
 from rollgrid_sampler.resume import allowed
@@ -61,9 +61,9 @@ def test_version_constraints(rule: VersionRule, value: int, loaded: int, expecte
 
 
 def test_staleness_of_unknown_versions_and_after_a_rollback() -> None:
-    assert staleness(5, policy(7, (1, 3, 7))) == 3, "a version never desired is as stale as can be"
-    assert staleness(7, policy(3, (1, 3, 7))) == 0, "ahead of a rollback is not stale"
-    assert staleness(0, None) == 0
+    assert staleness(policy(7, (1, 3, 7)), -1) == 3, "a version never desired is as stale as can be"
+    assert staleness(policy(3, (1, 3, 7, 3)), 7) == 1, "what was gone back from is one behind"
+    assert met(WeightConstraint(rule=VersionRule.MAX_STALENESS), 0, None), "nothing is known that it could be behind"
 
 
 def test_spans_must_keep_a_constraint_that_names_versions() -> None:
