@@ -54,12 +54,15 @@ class Trainer:
         self._submitted = 0
         self._exam = examination(settings.exam_tasks)
 
-    def train(self, tell: Callable[[str], None] = lambda _: None) -> History:
+    def train(self, tell: Callable[[str], None] = lambda _: None, save: Callable[[], None] = lambda: None) -> History:
+        """All steps that are left; `save` is called after each examination."""
         if not self.versions:
             self.start()
         while len(self.history.steps) < self.settings.steps:
             done = self.step()
             exam = self.history.exams[-1]
+            if exam.step == len(self.history.steps):
+                save()
             tell(
                 f"step {done.step:3}  reward {done.reward:.3f}  held out {exam.reward:.3f} (at {exam.step})  staleness "
                 f"{done.staleness_max}  |dlogprob| {done.difference:.1e}  {done.tokens / done.seconds:5.0f} tokens/s"
