@@ -27,7 +27,7 @@ from .settings import Settings, add_options, from_options
 from .tasks import TaskStream
 from .trainer import Trainer
 
-MARGIN = 0.15
+MARGIN = 0.3
 STATE = "state"
 
 

@@ -30,10 +30,11 @@ class Step:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Exam:
-    """Held-out reward of the weights after `step` steps."""
+    """Held-out reward of the weights after `step` steps, sampled as in training and greedy."""
 
     step: int
     reward: float
+    greedy: float
 
 
 class History:
@@ -54,6 +55,7 @@ class History:
         samples = sum(step.samples for step in self.steps)
         return {
             "held_out_reward": [self.exams[0].reward, self.exams[-1].reward],
+            "held_out_greedy": [self.exams[0].greedy, self.exams[-1].greedy],
             "train_reward": [self.steps[0].reward, self.steps[-1].reward],
             "max_difference": max(step.difference for step in self.steps),
             "max_staleness": max(step.staleness_max for step in self.steps),

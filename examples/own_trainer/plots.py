@@ -22,7 +22,7 @@ def draw(runs: Mapping[str, list[History]], path: Path, title: str) -> None:
     figure, axes = pyplot.subplots(2, 3, figsize=(13, 7), layout="constrained")
     panels = {
         "reward on training questions": lambda run: _steps(run, "reward"),
-        "reward on held-out questions (greedy)": lambda run: (
+        "reward on held-out questions": lambda run: (
             [e.step for e in run.exams],
             [e.reward for e in run.exams],
         ),

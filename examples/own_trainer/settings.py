@@ -32,7 +32,7 @@ class Settings:
     clip_low: float = option(0.2, "lower clip of the ratio")
     clip_high: float = option(0.28, "upper clip of the ratio")
     grad_norm: float = option(1.0, "the gradient is scaled down to this norm")
-    temperature: float = option(1.0, "of the training samples; the examination is greedy")
+    temperature: float = option(1.0, "of the samples, in training and examination")
     max_tokens: int = option(12, "longest answer")
     max_staleness: int = option(0, "0 = synchronous; else how many versions older than the trainer's a token may be")
     ahead: int = option(1, "asynchronous only: batches that are sampled while one is trained on")

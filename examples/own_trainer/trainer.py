@@ -106,15 +106,18 @@ class Trainer:
         return done
 
     def examine(self, step: int) -> Exam:
-        """Reward of the likeliest answers to the held-out questions, by the newest weights."""
-        sampling = {"max_tokens": self.settings.max_tokens, "temperature": 0.0}
-        request = Request(
-            key=f"exam-{step}", prompts=[self.policy.encode(task) for task in self._exam], tasks=self._exam, samples=1,
-            seeds=range(len(self._exam)), sampling=sampling, min_version=self.versions[-1], max_staleness=None,
-            deadline_s=self.settings.deadline_s,
-        )  # fmt: skip
-        rewards = self.sampler.collect(self.sampler.submit(request))["rewards"]
-        return Exam(step=step, reward=_mean(rewards[~np.isnan(rewards)]))
+        """Reward on the held-out questions by the newest weights: sampled as in training, and greedy."""
+        rewards = []
+        for name, temperature in (("sampled", self.settings.temperature), ("greedy", 0.0)):
+            request = Request(
+                key=f"exam-{step}-{name}", prompts=[self.policy.encode(task) for task in self._exam], tasks=self._exam,
+                samples=1, seeds=range(len(self._exam)), min_version=self.versions[-1], max_staleness=None,
+                sampling={"max_tokens": self.settings.max_tokens, "temperature": temperature},
+                deadline_s=self.settings.deadline_s,
+            )  # fmt: skip
+            found = self.sampler.collect(self.sampler.submit(request))["rewards"]
+            rewards.append(_mean(found[~np.isnan(found)]))
+        return Exam(step=step, reward=rewards[0], greedy=rewards[1])
 
     # -- sampling -----------------------------------------------------------------------------
 
