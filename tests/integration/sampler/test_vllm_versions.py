@@ -16,7 +16,7 @@ import msgspec
 import pytest
 from rollgrid_contracts.jobs import OnRefresh
 from rollgrid_sampler.cold_check import ColdChecks
-from rollgrid_sampler.engines.base import AdapterGone, Generated, WeightsRefused
+from rollgrid_sampler.engines.base import AdapterGone, Generated, RequestFailed, WeightsRefused
 from rollgrid_sampler.settings import SamplerSettings
 
 from tests.support.tiny_models import TinyModel, tiny_model
@@ -160,6 +160,9 @@ async def test_reloaded_cold_and_second_engines_have_one_fingerprint(dtype: str,
         assert on_two not in (first, second)
         await engine._llm.update_weight_version("9")
         assert await engine._fingerprint(None) == second, "a label that moved before the bytes is seen"
+        with pytest.raises(RequestFailed, match="labelled with weights"):
+            await ask(engine, SHORT)
+        await engine._llm.update_weight_version("2")
         checks = ColdChecks(settings(base, dtype=dtype, cold_check_every=1), engine.facts.fingerprint_class)
         assert checks.due()
         busy = asyncio.create_task(ask(engine, LONG))
