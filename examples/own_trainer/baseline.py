@@ -54,7 +54,9 @@ class Colocated:
 
         rows = [(group, index) for group in range(len(ticket.prompts)) for index in range(ticket.samples)]
         sampling = [
-            SamplingParams(**ticket.sampling, seed=sample_seed(ticket.seeds[group], index), logprobs=0, detokenize=False)
+            SamplingParams(
+                **ticket.sampling, seed=sample_seed(ticket.seeds[group], index), logprobs=0, detokenize=False
+            )
             for group, index in rows
         ]
         prompts = [{"prompt_token_ids": ticket.prompts[group]} for group, _ in rows]

@@ -10,10 +10,14 @@ from .settings import Settings
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Step:
-    """One step.  `difference` is the largest |Δlogprob|; staleness is in versions, times in seconds."""
+    """One step.  `difference` is the largest |Δlogprob|, `ids` a digest of all sampled tokens in order.
+
+    Staleness is in versions, times are in seconds.
+    """
 
     step: int
     version: int
+    ids: str
     reward: float
     loss: float
     difference: float

@@ -12,6 +12,7 @@ to the record, and compares.  A version label that lies, stale weights or a stal
 from __future__ import annotations
 
 import collections
+import hashlib
 import math
 import time
 from collections.abc import Callable
@@ -95,7 +96,7 @@ class Trainer:
         self._publish(step + 1)
         ended = time.monotonic()
         done = Step(
-            step=step, version=self.versions[step], reward=_mean(arrays["rewards"][useful]), loss=loss,
+            step=step, version=self.versions[step], ids=_digest(arrays), reward=_mean(arrays["rewards"][useful]), loss=loss,
             difference=difference, staleness_max=int(age.max()), staleness_mean=float(age.mean()), samples=len(age),
             useful=int(useful.sum()), tokens=int(arrays["mask"].sum()), seconds=ended - began,
             rollout_s=sampled - began, train_s=trained - sampled, publish_s=ended - trained,
@@ -223,3 +224,9 @@ class Trainer:
 
 def _mean(values: Any) -> float:
     return float(values.mean()) if len(values) else 0.0
+
+
+def _digest(arrays: Arrays) -> str:
+    """Equal for equal tokens in equal rows."""
+    sampled = np.where(arrays["mask"], arrays["completion_ids"], -1).astype("<i8")
+    return hashlib.sha256(repr(sampled.shape).encode() + sampled.tobytes()).hexdigest()[:16]
