@@ -207,7 +207,7 @@ class Trainer:
     def _loss(self, logprobs: Any, rows: dict[str, Any]) -> Any:
         old, mask, groups = rows["logprobs"], rows["mask"], rows["group_index"]
         rewards, settings = rows["rewards"].float(), self.settings
-        clip = {"clip_low": settings.clip_low, "clip_high": settings.clip_high}
+        clip: dict[str, Any] = {"clip_low": settings.clip_low, "clip_high": settings.clip_high}
         match settings.loss:
             case "grpo":
                 return losses.grpo(logprobs, old, rewards, groups, mask, **clip)

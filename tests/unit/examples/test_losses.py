@@ -69,7 +69,8 @@ def test_ppo_takes_the_worse_of_ratio_and_clipped_ratio() -> None:
     by_token = (1.2 + 1 - 0.8 + 0 + 2.2103418) / 5
     by_sequence = ((1.2 + 1) / 2 - 0.8 + 0 + 2.2103418) / 4
     constant = (1.2 + 1 - 0.8 + 0 + 2.2103418) / (4 * 10)
-    for reduction, expected in (("token_mean", by_token), ("sequence_mean", by_sequence), ("constant", constant)):
+    every: dict[losses.Reduction, float] = {"token_mean": by_token, "sequence_mean": by_sequence, "constant": constant}
+    for reduction, expected in every.items():
         loss = losses.ppo_clip(NEW, OLD, advantages, MASK, reduction=reduction, length=10)
         assert loss.item() == near(-expected), reduction
     higher = losses.ppo_clip(NEW, OLD, advantages, MASK, clip_high=0.3)  # now 1.2214 stands
