@@ -19,7 +19,6 @@ from .tasks import PHRASES, Task, TaskStream, instructions
 PAD, EOS = "<|pad|>", "<|end|>"
 CONTEXT = 32
 WARM_BATCH = 128
-LOOK_EVERY = 10
 IGNORED = -100
 """torch's label for a position that is not learned from."""
 
@@ -64,23 +63,24 @@ def _tokenizer() -> Any:
 
 
 def warm_start(policy: Policy, tasks: TaskStream, *, until: float, lr: float, max_steps: int = 2000) -> Any:
-    """Supervised steps until the likeliest answer is right in the share `until` of tasks; the optimizer, which the rollouts go on with.
+    """Supervised steps until a sample is the right answer with probability `until`, on average over tasks.
 
-    Its running averages are worth keeping: AdamW without them takes its first steps blindly, and on rewards as rare as
-    these they undo what was learned.
+    Returns the optimizer, with which the rollouts go on.  Its running averages are worth keeping: AdamW without them
+    takes its first steps blindly, and on rewards as rare as these they undo what was learned.
     """
     optimizer = torch.optim.AdamW(policy.model.parameters(), lr=lr, weight_decay=0.0)
-    for step in range(1, max_steps + 1):
+    for _ in range(max_steps):
         ids, labels = _supervised(policy, tasks.take(WARM_BATCH))
-        output = policy.model(ids, labels=labels)
-        output.loss.backward()
+        logits = policy.model(ids).logits[:, :-1]
+        wanted = labels[:, 1:]
+        losses = torch.nn.functional.cross_entropy(
+            logits.transpose(1, 2), wanted, reduction="none", ignore_index=IGNORED
+        )
+        if torch.exp(-losses.sum(1)).mean().item() >= until:
+            return optimizer
+        (losses.sum() / (wanted != IGNORED).sum()).backward()
         optimizer.step()
         optimizer.zero_grad()
-        if step % LOOK_EVERY == 0:
-            wanted = labels[:, 1:]
-            right = (output.logits[:, :-1].argmax(-1) == wanted) | (wanted == IGNORED)
-            if right.all(1).float().mean().item() >= until:
-                return optimizer
     raise RuntimeError(f"the warm start did not reach {until} within {max_steps} steps")
 
 

@@ -40,7 +40,7 @@ class Settings:
     exam_tasks: int = option(256, "held-out questions per examination")
     hidden: int = option(64, "width of the model")
     layers: int = option(2, "depth of the model")
-    warm_until: float = option(0.1, "the warm start ends at this share of right answers")
+    warm_until: float = option(0.05, "the warm start ends at this probability of the right answer")
     warm_lr: float = option(3e-3, "learning rate of the warm start")
     deadline_s: float = option(180.0, "a batch that takes longer closes with what it has")
     threads: int = option(1, "of torch; the engine has the other core")

@@ -12,6 +12,7 @@ published.  The reward must be equivalent to that of the undisturbed fleet withi
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 import json
 import os
@@ -51,7 +52,7 @@ class WarmStart(NamedTuple):
         policy = new_policy(self.settings.seed, self.settings.hidden, self.settings.layers)
         policy.model.load_state_dict(self.weights)
         optimizer = torch.optim.AdamW(policy.model.parameters(), weight_decay=0.0)
-        optimizer.load_state_dict(self.moments)
+        optimizer.load_state_dict(copy.deepcopy(self.moments))  # else it would train on in the copy's tensors
         return policy, optimizer
 
 
