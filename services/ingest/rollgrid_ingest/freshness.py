@@ -11,6 +11,7 @@ import time
 import msgspec
 from rollgrid_contracts.checkpoints import PolicyState, staleness
 from rollgrid_contracts.jobs import VersionSpan
+from rollgrid_contracts.trajectories import GroupClosed
 from rollgrid_runtime.errors import RollgridError
 from rollgrid_runtime.kv import Versioned
 
@@ -56,6 +57,12 @@ class Freshness:
             if committed:
                 metrics.CONSUMED_LAG.observe(max(0.0, time.time() - committed))
         return behind
+
+    def of(self, tenant: str, group: GroupClosed) -> int | None:
+        """As `consumed`, of a group that is looked up; nothing is counted."""
+        versions = {version for entry in group.entries for version in entry.versions}
+        found = self._policy(tenant, group.policy) if versions else None
+        return None if found is None else max(staleness(found.value, version) for version in versions)
 
     def _policy(self, tenant: str, name: str) -> Versioned[PolicyState] | None:
         try:

@@ -234,4 +234,5 @@ async def get_group(request: Request, group_id: str) -> Response:
     if record is None or record.tenant != who.tenant or record.group_id != group_id:
         raise not_found("group", group_id)
     posted = await door.posts.standing(who.tenant, status.run, group_id, status.closed_seq)
-    return json_response(GroupAnswer(cursor=status.closed_seq, group=record, posted_rewards=posted))
+    behind = door.freshness.of(who.tenant, record)
+    return json_response(GroupAnswer(cursor=status.closed_seq, group=record, staleness=behind, posted_rewards=posted))
