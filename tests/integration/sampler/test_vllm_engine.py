@@ -127,7 +127,7 @@ async def test_cancelling_frees_the_engine(engine: Any) -> None:
         task.cancel()
     await asyncio.wait(tasks)
     assert all(task.cancelled() for task in tasks)
-    assert engine._llm.get_num_unfinished_requests() == 0
+    assert engine.llm.get_num_unfinished_requests() == 0
     check_whole(await engine.generate(request(seed=1)))
 
 
@@ -145,14 +145,14 @@ async def test_reload_repairs_the_tied_head_and_the_fingerprint_tells(engine: An
     back = await engine.load_version(2, tiny_model(OLD), OnRefresh.WAIT)
     assert back.fingerprint == first, "reloaded in place = loaded cold"
 
-    await engine._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(tiny_model(NEW))})
-    await engine._llm.reset_prefix_cache()
+    await engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(tiny_model(NEW))})
+    await engine.llm.reset_prefix_cache()
     broken = await engine.generate(request(prompt, seed=6, max_tokens=32, ignore_eos=True))
     assert difference(NEW, prompt, broken) > 0.1, "without the repair the old head answers"
     probes = [[5, 6, 7, 8, 9]]
-    stale = (await engine._llm.collective_rpc("rg_probe", args=(probes,)))[0]
-    await engine._llm.collective_rpc("rg_repair_tied_head")
-    fixed = (await engine._llm.collective_rpc("rg_probe", args=(probes,)))[0]
+    stale = (await engine.llm.collective_rpc("rg_probe", args=(probes,)))[0]
+    await engine.llm.collective_rpc("rg_repair_tied_head")
+    fixed = (await engine.llm.collective_rpc("rg_probe", args=(probes,)))[0]
     assert stale != fixed, "the fingerprint sees one stale tensor"
     await engine.load_version(0, tiny_model(OLD), OnRefresh.WAIT)
 
@@ -163,10 +163,10 @@ async def test_the_probe_equals_a_prompt_logprobs_request(engine: Any) -> None:
 
     probe = [17, 300, 45, 6, 99, 410, 23]
     queued: list[float] = []
-    rows = (await engine._llm.collective_rpc("rg_probe", args=([probe],)))[0][0]
+    rows = (await engine.llm.collective_rpc("rg_probe", args=([probe],)))[0][0]
     direct = [row[0] for row in rows]
     params = VllmParams(max_tokens=1, prompt_logprobs=0, temperature=0.0)
-    async for output in engine._llm.generate(tokens_input(probe), params, "probe"):
+    async for output in engine.llm.generate(tokens_input(probe), params, "probe"):
         queued = [row[token].logprob for token, row in zip(probe[1:], output.prompt_logprobs[1:], strict=True)]
     assert direct == queued
 

@@ -134,7 +134,7 @@ async def test_each_request_goes_its_own_way_through_a_refresh(
     for listener in told.values():
         await listener.some()
     swap = asyncio.create_task(engine.load_version(1, folders[1], OnRefresh.WAIT))
-    await until(lambda: not engine._flights._open.is_set(), 10, "the gate")
+    await until(lambda: not engine.flights._open.is_set(), 10, "the gate")
     late = asyncio.create_task(engine.generate(long(10)))
     await swap
     assert tasks[OnRefresh.WAIT].done()
@@ -178,7 +178,7 @@ async def test_adapters_come_while_generation_goes_on_and_disturb_nobody(
     """The probes of a new adapter run between two steps and give the KV blocks back as they were."""
     prints = [(await engine.add_adapter(v, folders[v])).adapters[v] for v in (11, 12)]
     await engine.remove_adapter(12, OnRefresh.WAIT)
-    assert len(await engine._llm.list_loras()) == 1
+    assert len(await engine.llm.list_loras()) == 1
     told = [Told() for _ in range(24)]
     on = [11 if number % 2 else None for number in range(24)]
     running = [asyncio.create_task(engine.generate(long(300, a), t)) for a, t in zip(on, told, strict=True)]
@@ -205,7 +205,7 @@ async def test_an_adapter_that_goes_lets_its_requests_end_or_hands_them_on(
     for listener in told.values():
         await listener.some()
     leaving = asyncio.create_task(engine.remove_adapter(11, OnRefresh.WAIT))
-    await until(lambda: engine._adapters[11].retiring, 10, "the adapter to retire")
+    await until(lambda: engine.adapters[11].retiring, 10, "the adapter to retire")
     with pytest.raises(AdapterGone):
         await engine.generate(long(10, adapter=11))
     await engine.remove_adapter(12, OnRefresh.ABORT)

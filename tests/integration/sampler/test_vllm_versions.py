@@ -105,13 +105,13 @@ async def lose_a_safeguard(engine: Any, base: TinyModel, root: Path) -> None:
     """The body above fails without the repair of the tied head, and without salt and clearing."""
     left, right = full_version(base, 11, root), full_version(base, 12, root)
     if base.tied:
-        await engine._llm.collective_rpc("t_leave_head", args=(True,))
+        await engine.llm.collective_rpc("t_leave_head", args=(True,))
         broken = await engine.load_version(11, left, OnRefresh.KEEP)
         assert mismatch(model_of(left), SHORT, await ask(engine, SHORT)) > 0.1, "the old head answers"
-        await engine._llm.collective_rpc("t_leave_head", args=(False,))
+        await engine.llm.collective_rpc("t_leave_head", args=(False,))
         whole = await engine.load_version(11, left, OnRefresh.KEEP)
         assert whole.fingerprint != broken.fingerprint, "one stale tensor is seen"
-    real, engine._llm = engine._llm, Forgetful(engine._llm)
+    real, engine.llm = engine.llm, Forgetful(engine.llm)
     try:
         await engine.load_version(11, left, OnRefresh.KEEP)
         await ask(engine, LONG)
@@ -125,7 +125,7 @@ async def lose_a_safeguard(engine: Any, base: TinyModel, root: Path) -> None:
         newer = merged(model_of(right), root / "lora-14")
         assert mismatch(newer, LONG, stale) > 0.1, "the older adapter's KV"
     finally:
-        engine._llm = real
+        engine.llm = real
 
 
 async def new_weights_below_adapters(engine: Any, base: TinyModel, root: Path) -> None:
@@ -134,7 +134,7 @@ async def new_weights_below_adapters(engine: Any, base: TinyModel, root: Path) -
     folder = full_version(base, 15, root)
     loaded = await engine.load_version(15, folder, OnRefresh.KEEP)
     assert loaded.adapters == {}
-    assert not await engine._llm.list_loras()
+    assert not await engine.llm.list_loras()
     with pytest.raises(AdapterGone) as gone:
         await ask(engine, LONG, 14)
     assert gone.value.so_far.token_ids == []
@@ -158,11 +158,11 @@ async def test_reloaded_cold_and_second_engines_have_one_fingerprint(dtype: str,
         await engine.load_version(2, two, OnRefresh.WAIT)
         on_two = (await engine.add_adapter(3, adapter)).adapters[3]
         assert on_two not in (first, second)
-        await engine._llm.update_weight_version("9")
+        await engine.llm.update_weight_version("9")
         assert await engine._fingerprint(None) == second, "a label that moved before the bytes is seen"
         with pytest.raises(RequestFailed, match="labelled with weights"):
             await ask(engine, SHORT)
-        await engine._llm.update_weight_version("2")
+        await engine.llm.update_weight_version("2")
         checks = ColdChecks(settings(base, dtype=dtype, cold_check_every=1), engine.facts.fingerprint_class)
         assert checks.due()
         busy = asyncio.create_task(ask(engine, LONG))

