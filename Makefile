@@ -9,7 +9,7 @@ export VENV ROLLGRID_ENGINE
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: help setup check lint-fix test test-fast clients-env test-clients test-trl models demo up down train bench bench-refresh chaos lock clean \
+.PHONY: help setup check lint-fix test test-fast clients-env test-clients test-trl models demo up down train train-study bench bench-refresh chaos lock clean \
         up-compose down-compose test-compose
 
 help: ## print this
@@ -74,8 +74,11 @@ down-compose: ## stop the containers; the volumes stay (ARGS=--volumes removes t
 test-compose: models ## deploy/compose.yaml brought up for real and tested (skips, and says why, without an engine)
 	ROLLGRID_COMPOSE=1 $(BIN)/pytest tests/compose $(ARGS)
 
-train: models ## the sixty-line GRPO loop on the tiny model
-	$(BIN)/python examples/grpo_minimal.py $(ARGS)
+train: setup ## a trainer of its own learns on the fleet: a picture and the figures in own-trainer/ (ARGS=--max-staleness=2)
+	$(BIN)/python -m examples.own_trainer $(ARGS)
+
+train-study: setup ## five seeds against a colocated engine, with intervals (ARGS=--faults: with kills and broken weights)
+	$(BIN)/python -m examples.own_trainer.study $(ARGS)
 
 bench: setup ## every figure beside its budget: control plane, tenants, engine overhead, latency (ARGS=--quick)
 	$(BIN)/python -m benchmarks $(ARGS)

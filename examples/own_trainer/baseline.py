@@ -6,15 +6,22 @@ tokens that the fleet gives.  There is no queue, no record and no version but a 
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from rollgrid_contracts.ids import sample_seed
 
 from .fleet import Arrays, Request, State
-from .tasks import score
+from .model import new_policy, warm_start
+from .settings import add_options, from_options
+from .tasks import TaskStream, score
+from .trainer import Trainer
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_LOGGING_LEVEL": "ERROR",
@@ -91,3 +98,25 @@ class Colocated:
             arrays["rewards"][row] = score(text, ticket.tasks[group])
         arrays["versions"] = np.where(arrays["mask"], self._version, -1)
         return arrays
+
+
+def main() -> None:
+    """`python -m examples.own_trainer.baseline --out FILE …`: the trainer's options, without a fleet."""
+    parser = argparse.ArgumentParser(prog="baseline", description=main.__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="where the figures go, as JSON")
+    add_options(parser)
+    options = parser.parse_args()
+    settings = from_options(options)
+    torch.set_num_threads(settings.threads)
+    policy = new_policy(settings.seed, settings.hidden, settings.layers)
+    optimizer = warm_start(policy, TaskStream(settings.seed), until=settings.warm_until, lr=settings.warm_lr)
+    with tempfile.TemporaryDirectory(prefix="rollgrid-base-") as folder:
+        policy.save(Path(folder))
+        engine = Colocated(Path(folder))
+        history = Trainer(settings, policy, optimizer, engine).train(tell=print)
+        engine.close()
+    options.out.write_text(json.dumps(history.to_dict(), indent=1))
+
+
+if __name__ == "__main__":
+    main()
