@@ -58,6 +58,11 @@ class Settings:
         """Batches in flight while one is trained on."""
         return self.ahead if self.max_staleness else 0
 
+    @property
+    def passes(self) -> int:
+        """REINFORCE has no ratio: after one optimizer step the samples are no longer those of the weights."""
+        return 1 if self.loss == "reinforce" else self.epochs
+
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=1)
 

@@ -70,16 +70,18 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="rollgrid-base-") as folder:
         starts[0].again()[0].save(Path(folder))
         runs, verdict = faults(starts, Path(folder)) if options.faults else parity(starts, Path(folder))
-    name = f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-own-trainer{'-faults' if options.faults else ''}"
+    name = "own-trainer-faults" if options.faults else "own-trainer"
     verdict |= {
+        "settings": dataclasses.asdict(settings),
         "seconds": time.monotonic() - began,
         "load_average_before": load,
         "cores": os.cpu_count(),
         "seeds": [start.settings.seed for start in starts],
     }
     options.out.mkdir(parents=True, exist_ok=True)
-    report = {"verdict": verdict, "runs": {arm: [run.to_dict() for run in found] for arm, found in runs.items()}}
-    (options.out / f"{name}.json").write_text(json.dumps(report, indent=1))
+    (options.out / f"{name}.json").write_text(json.dumps(verdict, indent=1) + "\n")
+    curves = {arm: [run.to_dict() for run in found] for arm, found in runs.items()}
+    (options.out / f"{name}-runs.json").write_text(json.dumps(curves))
     draw(runs, options.out / f"{name}.png", f"own trainer, {len(starts)} seeds")
     print(json.dumps(verdict, indent=1))
     raise SystemExit(not verdict["passed"])

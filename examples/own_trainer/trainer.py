@@ -187,13 +187,13 @@ class Trainer:
         return largest
 
     def _learn(self, arrays: Arrays, useful: Any) -> float:
-        """`epochs` optimizer steps on the useful rows; the mean loss."""
+        """`passes` optimizer steps on the useful rows; the mean loss."""
         if not useful.any():
             return 0.0
         rows = {name: torch.tensor(values[useful]) for name, values in arrays.items()}
         kept = {name: values[useful] for name, values in arrays.items()}
         total = 0.0
-        for _ in range(self.settings.epochs):
+        for _ in range(self.settings.passes):
             loss = self._loss(self._forward(kept), rows)
             self.optimizer.zero_grad()
             loss.backward()
@@ -202,7 +202,7 @@ class Trainer:
             total += loss.item()
         if not math.isfinite(total):
             raise FloatingPointError("the loss is not finite")
-        return total / self.settings.epochs
+        return total / self.settings.passes
 
     def _loss(self, logprobs: Any, rows: dict[str, Any]) -> Any:
         old, mask, groups = rows["logprobs"], rows["mask"], rows["group_index"]
@@ -213,11 +213,11 @@ class Trainer:
                 return losses.grpo(logprobs, old, rewards, groups, mask, **clip)
             case "dr_grpo":
                 return losses.dr_grpo(logprobs, old, rewards, groups, mask, length=settings.max_tokens, **clip)
-            case "ppo":
+            case "ppo":  # no critic: what a sample is worth is measured against all samples of the step
                 centred = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
                 return losses.ppo_clip(logprobs, old, centred, mask, **clip)
             case "gspo":
-                return losses.gspo(logprobs, old, rewards, groups, mask, **clip)
+                return losses.gspo(logprobs, old, rewards, groups, mask)  # its bounds are its own, and narrow
         returns = losses.discounted_returns(losses.final_rewards(rewards, mask), mask)
         return losses.reinforce(logprobs, returns, rewards.mean(), mask)
 
