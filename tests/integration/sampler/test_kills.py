@@ -82,7 +82,7 @@ async def test_killed_while_generating_everything_still_ends_once(stage: Stage, 
             sampler.kill()
             sampler.start().wait_ready(20)
             for job in jobs:
-                await stage.finished(job, 40)
+                await stage.finished(job, 55)
             await stage.clean()
     seen = Counter((e.group_id, s.index) for e in await stage.read() for s in e.samples)
     twice = sum(count > 1 for count in seen.values())
@@ -108,7 +108,7 @@ async def test_frozen_for_twice_the_ack_wait_then_continued(stage: Stage, stack_
                 frozen.pause()
                 other.start().wait_ready(20)
                 for job in jobs:
-                    await stage.finished(job, 40)
+                    await stage.finished(job, 55)
                 frozen.resume()
                 await stage.clean()
             assert frozen.running
@@ -161,7 +161,7 @@ async def test_a_restart_of_the_server_makes_old_jobs_doubtful(
                     await asyncio.sleep(0.01)
             nats.restart()
             for job in jobs:
-                await stage.finished(job, 40)
+                await stage.finished(job, 55)
             await stage.clean()
             assert asked
     seen = Counter((e.group_id, s.index) for e in await stage.read() for s in e.samples)

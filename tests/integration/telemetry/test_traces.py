@@ -127,7 +127,8 @@ def test_an_sdk_caller_with_a_span_is_the_parent(pipe: Stack, otlp: Collector, c
         context = span.get_span_context()
         batch = client.submit(["hi"], n=2, sampling={"max_tokens": 4}, run="sdk", policy=POLICY)
     list(batch.groups(timeout=60))
-    spans = otlp.wait_for(otel.format_trace_id(context.trace_id), "archive group")
+    trace = otel.format_trace_id(context.trace_id)
+    spans = otlp.wait_for(trace, "archive group", "publish samples", "generate sample")  # each service sends its own
     named = {span.name: span for span in spans}
     assert named["POST /v1/rollouts"].parent == otel.format_span_id(context.span_id)
     assert [span.name for span in spans].count("generate sample") == 2
