@@ -3,7 +3,7 @@
     rollgrid up --model tiny --dtype float32 --detach           in rollgrid's environment
     python examples/trl_grpo.py                                 in the trainer's: pip install 'rollgrid[trl]' datasets
 
-The trainer takes its base model from the folder that `rollgrid up` serves (`rollgrid models prepare tiny`), or from
+The trainer takes its base model from the folder that `rollgrid up` serves (`rollgrid models prepare --model tiny`), or from
 the one given.  New weights are published before every step.  Exits non-zero unless the reward rises by MARGIN;
 stops at the first step whose logprobs differ from the trainer's own forward pass by more than TOLERANCE.
 """

@@ -39,6 +39,7 @@ from .version_schema import BeginRequest, FileAnswer, ShardAnswer, ShardRequest,
 from .wire import invalid, over_limit, unsupported
 
 MAX_VERSION = 2**31 - 1
+MAX_STEP = 2**63 - 1
 MAX_WORLD = 4096
 MAX_FILES = 4096
 """Files of one shard."""
@@ -204,6 +205,8 @@ def _terms(policy: PolicyState, asked: BeginRequest, ttl_s: float) -> Upload:
         raise over_limit("world", asked.world, f"1<=world<={MAX_WORLD}")
     if asked.version is not None and not 1 <= asked.version <= MAX_VERSION:
         raise over_limit("version", asked.version, f"1<=version<={MAX_VERSION}")
+    if asked.step is not None and not 0 <= asked.step <= MAX_STEP:
+        raise over_limit("step", asked.step, f"0<=step<={MAX_STEP}")
     if asked.kind == CheckpointKind.FULL and asked.base_version is not None:
         raise unsupported("base_version", "a full version sits on none")
     within = asked.next_within_s
