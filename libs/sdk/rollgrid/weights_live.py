@@ -99,8 +99,9 @@ class LiveWait:
             for worker in policy.workers
         }
         troubles = {w.worker: trouble for w in policy.workers if (trouble := w.quarantined or w.weights_problem)}
+        wanted = "" if self._min_workers is None else f" on {self._min_workers} workers"
         return DeadlineExceeded(
-            f"{policy.policy}@{self._version} is not live after {self._timeout:g} s: desired {policy.desired}, "
+            f"{policy.policy}@{self._version} is not live{wanted} after {self._timeout:g} s: desired {policy.desired}, "
             f"newest {policy.newest}, running {running or 'nowhere'}" + (f", troubles {troubles}" if troubles else "")
         )
 

@@ -266,6 +266,8 @@ def test_waiting_for_a_version_says_what_runs(ingest: FaultyIngest, client: Clie
     ingest.newest = 0
     with pytest.raises(DeadlineExceeded, match=r"p@1 is not live after 0.3 s: .* running \{'w': \[0\]\}"):
         version.wait_live(timeout=0.3)
+    with pytest.raises(DeadlineExceeded, match=r"p@1 is not live on 3 workers after 0.3 s: "):
+        version.wait_live(timeout=0.3, min_workers=3)
 
 
 # -- asyncio ----------------------------------------------------------------------------------------

@@ -64,6 +64,8 @@ def publish(
     rollout = asked if canary or at_once or deadline_s or on_deadline != "alarm" else None
     if not source.exists():
         raise usage_error(f"there is no {source}", "SOURCE")
+    if canary_s and not canary:
+        raise usage_error("is how long the canaries must run it, and --canary names none", "--canary-s")
     started = time.monotonic()
     with connect(url) as client, _bar(policy, source, as_json) as sent:
         published = client.weights.publish(
@@ -164,7 +166,8 @@ def _bar(policy: str, source: pathlib.Path, as_json: bool) -> Iterator[Callable[
         TimeElapsedColumn(),
     )
     known: dict[str, tuple[int, int]] = {}
-    with Progress(*columns, console=console(stderr=True), transient=True) as progress:
+    err = console(stderr=True)
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
         bar = progress.add_task(f"{policy} ← {source.name}", total=None)
 
         def sent(name: str, done: int, size: int) -> None:
