@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -13,6 +14,8 @@ from rollgrid_contracts.checkpoints import CheckpointKind, CheckpointManifest, T
 from .errors import invalid
 from .names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, SIDE_FILES, check_file_name, is_weights
 from .tensors import file_info, tensor_infos
+
+MAX_STEP = 2**63 - 1
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -103,6 +106,10 @@ def check_manifest(manifest: CheckpointManifest) -> None:
         raise invalid(f"the tensors of an adapter are in {ADAPTER_WEIGHTS} alone", "files")
     if any(file.size < 0 for file in manifest.files):
         raise invalid("the manifest names a file of negative size", "files")
+    if manifest.step is not None and not 0 <= manifest.step <= MAX_STEP:  # what KV can hold
+        raise invalid(f"step is not in 0..{MAX_STEP}", "step")
+    if manifest.next_within_s is not None and not 0 < manifest.next_within_s < math.inf:
+        raise invalid("next_within_s is not a positive number of seconds", "next_within_s")
 
 
 def encode_manifest(manifest: CheckpointManifest) -> bytes:

@@ -157,6 +157,10 @@ class CheckpointSyncService:
             log.warning("policy_not_reconciled", policy=key, code=error.code, error=error.message)
             metrics.FAILURES.labels("reconcile").inc()
             self._unreconciled[key] = error.message
+        except Exception as error:  # what somebody stored for one policy must not stop the others
+            log.exception("policy_not_reconciled", policy=key)
+            metrics.FAILURES.labels("reconcile").inc()
+            self._unreconciled[key] = repr(error)
         else:
             self._unreconciled.pop(key, None)
 

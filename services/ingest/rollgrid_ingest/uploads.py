@@ -33,13 +33,15 @@ from rollgrid_contracts.failures import Boundary, ErrorCode
 from rollgrid_runtime.blobs import Blobs
 from rollgrid_runtime.errors import RollgridError, StorageError
 from rollgrid_weights.errors import WeightsError
+from rollgrid_weights.manifest import MAX_STEP
 from rollgrid_weights.names import check_file_name
 
 from .version_schema import BeginRequest, FileAnswer, ShardAnswer, ShardRequest, UploadAnswer
 from .wire import invalid, over_limit, unsupported
 
 MAX_VERSION = 2**31 - 1
-MAX_STEP = 2**63 - 1
+MAX_JUMP = 1_000_000
+"""A number that its publisher chooses is at most so far beyond the newest: the last one would leave none."""
 MAX_WORLD = 4096
 MAX_FILES = 4096
 """Files of one shard."""
@@ -203,8 +205,9 @@ def _terms(policy: PolicyState, asked: BeginRequest, ttl_s: float) -> Upload:
         raise invalid(f"upload: {asked.upload[:80]!r} does not match {ids.LABEL_PATTERN}", "upload")
     if not 1 <= asked.world <= MAX_WORLD:
         raise over_limit("world", asked.world, f"1<=world<={MAX_WORLD}")
-    if asked.version is not None and not 1 <= asked.version <= MAX_VERSION:
-        raise over_limit("version", asked.version, f"1<=version<={MAX_VERSION}")
+    highest = min(MAX_VERSION, policy.newest + MAX_JUMP)
+    if asked.version is not None and not 1 <= asked.version <= highest:
+        raise over_limit("version", asked.version, f"1<=version<={highest}")
     if asked.step is not None and not 0 <= asked.step <= MAX_STEP:
         raise over_limit("step", asked.step, f"0<=step<={MAX_STEP}")
     if asked.kind == CheckpointKind.FULL and asked.base_version is not None:

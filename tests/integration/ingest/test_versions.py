@@ -247,6 +247,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"world": 0}, "world"),
     ({"version": 0}, "version"),
     ({"version": 2**31}, "version"),
+    ({"version": 2**31 - 1}, "version"),
     ({"step": -1}, "step"),
     ({"step": 2**63}, "step"),
     ({"base_version": 1}, "base_version"),

@@ -9,11 +9,12 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from rollgrid_contracts.checkpoints import CheckpointKind, CheckpointManifest, TensorInfo
+from rollgrid_contracts.checkpoints import CheckpointKind, CheckpointManifest, FileInfo, TensorInfo
 from rollgrid_contracts.failures import ErrorCode
 from rollgrid_weights.errors import WeightsError
 from rollgrid_weights.manifest import (
     build_manifest,
+    check_manifest,
     decode_manifest,
     encode_manifest,
     folder_tensors,
@@ -254,3 +255,27 @@ def test_manifests_that_name_no_weights_or_a_file_twice(tmp_path: Path) -> None:
     empty.mkdir()
     with pytest.raises(WeightsError, match=r"no \*\.safetensors"):
         weight_files(empty)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"step": 2**63}, "step"),
+        ({"step": -1}, "step"),
+        ({"next_within_s": 0.0}, "next_within_s"),
+        ({"next_within_s": float("nan")}, "next_within_s"),
+        ({"next_within_s": float("inf")}, "next_within_s"),
+    ],
+)
+def test_numbers_that_nobody_could_store_are_refused(tmp_path: Path, changes: dict[str, float], field: str) -> None:
+    stored = CheckpointManifest(
+        tenant="acme",
+        policy="p",
+        version=1,
+        kind=CheckpointKind.FULL,
+        files=(FileInfo(name="a.safetensors", size=1, sha256="00"),),
+    )
+    check_manifest(stored)
+    with pytest.raises(WeightsError) as refused_by:
+        check_manifest(msgspec.structs.replace(stored, **changes))
+    assert refused_by.value.field == field
