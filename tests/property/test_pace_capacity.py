@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollgrid_contracts.checkpoints import PolicyState, Rollout
@@ -13,26 +12,13 @@ from rollgrid_contracts.fleet import RunPace
 from rollgrid_contracts.jobs import VersionRule, WeightConstraint
 from rollgrid_ingest import capacity
 
+from tests.support.policies import policy_state
+
 NOW = 100.0
 
 
 def policy(history: tuple[int, ...] = (0,), **changes: object) -> PolicyState:
-    state = PolicyState(
-        tenant="shared",
-        policy="p",
-        pool="pool",
-        base="p",
-        base_digest="",
-        tokenizer_prefix="",
-        tokenizer_digest="",
-        max_model_len=8,
-        vocab_size=8,
-        dtype="float32",
-        desired=history[-1],
-        newest=max(history),
-        history=history,
-    )
-    return msgspec.structs.replace(state, **changes)
+    return policy_state(**{"desired": history[-1], "newest": max(history), "history": history} | changes)
 
 
 @dataclass

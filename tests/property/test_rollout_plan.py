@@ -14,18 +14,9 @@ from rollgrid_contracts.failures import ErrorCode
 from rollgrid_contracts.fleet import LoadedVersion, WorkerState
 from rollgrid_weights.rollback import roll_back
 
-START = PolicyState(
-    tenant="shared",
-    policy="m",
-    pool="pool",
-    base="/models/m",
-    base_digest="d0",
-    tokenizer_prefix="tokenizers/t/",
-    tokenizer_digest="t",
-    max_model_len=512,
-    vocab_size=512,
-    dtype="float32",
-)
+from tests.support.policies import policy_state
+
+START = policy_state(policy="m")
 DEADLINE_S = 100.0
 ASKED = st.builds(
     RolloutRequest,

@@ -33,20 +33,10 @@ from rollgrid_weights.manifest import encode_manifest
 from rollgrid_weights.rollback import roll_back
 
 from tests.integration.trajectory_logger.driver import Driver, logger_in_process, make_job
+from tests.support.policies import policy_state
 
 KEY, DAY_S = "shared.tiny", 24 * 3600.0
-STATE = PolicyState(
-    tenant="shared",
-    policy="tiny",
-    pool="pool",
-    base="/models/tiny",
-    base_digest="d0",
-    tokenizer_prefix="tokenizers/t/",
-    tokenizer_digest="t",
-    max_model_len=512,
-    vocab_size=512,
-    dtype="float32",
-)
+STATE = policy_state(policy="tiny")
 
 
 @pytest.fixture

@@ -13,18 +13,9 @@ from rollgrid_runtime.errors import RollgridError
 from rollgrid_weights.errors import WeightsError
 from rollgrid_weights.rollback import roll_back
 
-START = PolicyState(
-    tenant="shared",
-    policy="m",
-    pool="p1",
-    base="/models/m",
-    base_digest="d0",
-    tokenizer_prefix="tokenizers/t/",
-    tokenizer_digest="t",
-    max_model_len=512,
-    vocab_size=512,
-    dtype="float32",
-)
+from tests.support.policies import policy_state
+
+START = policy_state(policy="m")
 
 
 def adopt(state: PolicyState, version: int, **changes: object) -> PolicyState:

@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 import pytest
 from rollgrid_contracts.arrays import Floats, TokenIds
-from rollgrid_contracts.checkpoints import PolicyState
 from rollgrid_contracts.failures import ErrorCode, ErrorInfo
 from rollgrid_contracts.jobs import Rights, SamplingParams, VersionSpan
 from rollgrid_contracts.samples import FinishReason, Sample, SampleStatus, TopLogprobs
@@ -19,6 +18,7 @@ from rollgrid_ingest.submission import Accepted, GroupSpec, Submission
 from rollgrid_rendering.renderer import Renderer
 from rollgrid_runtime.errors import RollgridError
 
+from tests.support.policies import policy_state
 from tests.support.tiny_models import TinyModel, tiny_model
 
 
@@ -33,18 +33,7 @@ def renderer(folder: Path) -> Renderer:
 
 
 def submission(prompts: int, n: int) -> Submission:
-    policy = PolicyState(
-        tenant="shared",
-        policy="tiny",
-        pool="p",
-        base="",
-        base_digest="",
-        tokenizer_prefix="",
-        tokenizer_digest="",
-        max_model_len=64,
-        vocab_size=512,
-        dtype="float32",
-    )
+    policy = policy_state(policy="tiny", max_model_len=64)
     group = GroupSpec(
         prompt_token_ids=TokenIds.of([7, 8, 9]), n=n, sampling=SamplingParams(max_tokens=5), deadline_s=1.0
     )

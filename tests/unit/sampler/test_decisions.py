@@ -22,22 +22,11 @@ from rollgrid_sampler.lanes import parse_durable
 from rollgrid_sampler.resume import allowed
 from rollgrid_sampler.settings import EngineKind, Fault, SamplerSettings
 
+from tests.support.policies import policy_state
+
 
 def policy(desired: int, history: tuple[int, ...]) -> PolicyState:
-    return PolicyState(
-        tenant="shared",
-        policy="p",
-        pool="x",
-        base="b",
-        base_digest="",
-        tokenizer_prefix="",
-        tokenizer_digest="",
-        max_model_len=1,
-        vocab_size=1,
-        dtype="float32",
-        desired=desired,
-        history=history,
-    )
+    return policy_state(desired=desired, history=history)
 
 
 @pytest.mark.parametrize(

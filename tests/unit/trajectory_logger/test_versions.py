@@ -12,25 +12,14 @@ from rollgrid_contracts.samples import Sample, SampleStatus
 from rollgrid_contracts.trajectories import CloseReason, Entry, GroupClosed
 from rollgrid_trajectory_logger.policies import stamped, unmet
 
+from tests.support.policies import policy_state
+
 from .test_fold import Stream, finished, job, sample, the_close
 
 
 def state(*history: int, newest: int | None = None) -> PolicyState:
-    return PolicyState(
-        tenant="acme",
-        policy="p",
-        pool="pool",
-        base="p",
-        base_digest="",
-        tokenizer_prefix="",
-        tokenizer_digest="",
-        max_model_len=8,
-        vocab_size=8,
-        dtype="float32",
-        desired=history[-1],
-        newest=max(history) if newest is None else newest,
-        history=history,
-    )
+    newest = max(history) if newest is None else newest
+    return policy_state(tenant="acme", desired=history[-1], newest=newest, history=history)
 
 
 def worker(*versions: int, pool: str = "pool", policy: str = "p", quarantined: str | None = None) -> WorkerState:

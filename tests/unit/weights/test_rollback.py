@@ -6,20 +6,24 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rollgrid_contracts.checkpoints import AdoptedVersion, CheckpointKind, PolicyState, Rollout
+from rollgrid_contracts.checkpoints import AdoptedVersion, CheckpointKind, Rollout
 from rollgrid_contracts.failures import ErrorCode
 from rollgrid_weights.errors import WeightsError
 from rollgrid_weights.rollback import roll_back
 
-STATE = PolicyState(
-    tenant="shared", policy="m", pool="p", base="b", base_digest="", tokenizer_prefix="", tokenizer_digest="",
-    max_model_len=8, vocab_size=8, dtype="float32", history=(0, 1, 2, 4), desired=4, desired_prefix="v/4/", newest=4,
+from tests.support.policies import policy_state
+
+STATE = policy_state(
+    history=(0, 1, 2, 4),
+    desired=4,
+    desired_prefix="v/4/",
+    newest=4,
     versions=(
         AdoptedVersion(version=2, kind=CheckpointKind.LORA, prefix="v/2/", base_version=0),
         AdoptedVersion(version=4, prefix="v/4/"),
     ),
     rollout=Rollout(version=4, previous=2, workers=("w",)),
-)  # fmt: skip
+)
 
 
 def test_A44_a_rollback_ends_the_rollout_and_keeps_what_is_newest() -> None:
