@@ -15,6 +15,7 @@ from rollgrid_runtime.reading import consumer_lags
 from .catalog import SHARED
 from .policy_answers import live_versions
 from .rollout_schema import PolicyAnswer, QueueAnswer
+from .wire import unsupported
 
 FRESH_S = 0.25
 """Leases read so recently are not read again: clients poll for a version to go live."""
@@ -35,6 +36,12 @@ class Fleet:
             self._seen = [entry.value for _, entry in sorted(listed.items())]
             self._seen_at = time.monotonic()
         return self._seen
+
+    async def check_takes_adapters(self, policy: PolicyState) -> None:
+        """Raises unsupported where the policy's workers are there and none of them can load a LoRA version."""
+        serving = [worker for worker in await self.workers() if worker.pool == policy.pool]
+        if serving and not any(worker.max_loras for worker in serving):
+            raise unsupported("kind", f"no worker of {policy.policy} takes LoRA versions (max_loras 0)")
 
     async def policy_answer(self, entry: Versioned[PolicyState], tenant: str) -> PolicyAnswer:
         """The policy and the workers of its pool; of what they have loaded, what `tenant` may know of."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 from fastapi import APIRouter, Request, Response
-from rollgrid_contracts.checkpoints import PolicyState
+from rollgrid_contracts.checkpoints import CheckpointKind, PolicyState
 from rollgrid_contracts.failures import Boundary, ErrorCode
 from rollgrid_runtime.errors import RollgridError
 from rollgrid_runtime.kv import Versioned
@@ -68,9 +68,7 @@ async def get_version(request: Request, policy: str, version: int) -> Response:
     **described("Go back to a version that was adopted before", body=RollbackRequest, answer=PolicyAnswer),
 )
 async def roll_back(request: Request, policy: str) -> Response:
-    door, who = parts(request), principal(request, Scope.SUBMIT)
-    door.refuse_while_draining()
-    state = _publishable(door, who, policy)
+    door, who, state = _publishing(request, policy)
     asked = decode_json(await request.body(), _ROLLBACK)
     entry = await door.versions.roll_back(state, asked.version)
     return json_response(await door.fleet.policy_answer(entry, who.tenant))
@@ -81,19 +79,17 @@ async def roll_back(request: Request, policy: str) -> Response:
     **described("Begin a publication", body=BeginRequest, answer=UploadAnswer, optional_body=True),
 )
 async def begin(request: Request, policy: str) -> Response:
-    door, who = parts(request), principal(request, Scope.SUBMIT)
-    door.refuse_while_draining()
-    state = _publishable(door, who, policy)
+    door, _, state = _publishing(request, policy)
     body = await request.body()
     asked = decode_json(body, _BEGIN) if body.strip() else BeginRequest()
+    if asked.kind == CheckpointKind.LORA:
+        await door.fleet.check_takes_adapters(state)
     return json_response(await door.uploads.begin(await door.versions.current(state), asked))
 
 
 @router.put("/v1/policies/{policy}/uploads/{upload}/files/{name}", **described("Upload one file", answer=FileAnswer))
 async def put_file(request: Request, policy: str, upload: str, name: str) -> Response:
-    door, who = parts(request), principal(request, Scope.SUBMIT)
-    door.refuse_while_draining()
-    state = _publishable(door, who, policy)
+    door, _, state = _publishing(request, policy)
     declared = request.headers.get("content-length", "")
     size = int(declared) if declared.isdigit() and len(declared) < 20 else None
     found = await door.uploads.find(state, upload)
@@ -105,9 +101,7 @@ async def put_file(request: Request, policy: str, upload: str, name: str) -> Res
     **described("One rank has uploaded its files", body=ShardRequest, answer=ShardAnswer),
 )
 async def finish_shard(request: Request, policy: str, upload: str) -> Response:
-    door, who = parts(request), principal(request, Scope.SUBMIT)
-    door.refuse_while_draining()
-    state = _publishable(door, who, policy)
+    door, _, state = _publishing(request, policy)
     asked = decode_json(await request.body(), _SHARD)
     return json_response(await door.uploads.finish(await door.uploads.find(state, upload), asked))
 
@@ -117,9 +111,7 @@ async def finish_shard(request: Request, policy: str, upload: str) -> Response:
     **described("Publish what all ranks have uploaded", body=CommitRequest, answer=CommitAnswer, optional_body=True),
 )
 async def commit(request: Request, policy: str, upload: str) -> Response:
-    door, who = parts(request), principal(request, Scope.SUBMIT)
-    door.refuse_while_draining()
-    state = _publishable(door, who, policy)
+    door, _, state = _publishing(request, policy)
     body = await request.body()
     asked = decode_json(body, _COMMIT) if body.strip() else CommitRequest()
     return json_response(await door.commits.commit(await door.versions.current(state), upload, asked))
@@ -146,9 +138,11 @@ def _policy(door: Parts, who: Principal, name: str) -> Versioned[PolicyState]:
     return entry
 
 
-def _publishable(door: Parts, who: Principal, name: str) -> PolicyState:
+def _publishing(request: Request, name: str) -> tuple[Parts, Principal, PolicyState]:
     """The policy whose versions the caller may publish; a shared one touches every tenant, so it takes an admin."""
+    door, who = parts(request), principal(request, Scope.SUBMIT)
+    door.refuse_while_draining()
     state = _policy(door, who, name).value
     if state.tenant == SHARED:
         who.require(Scope.ADMIN)
-    return state
+    return door, who, state

@@ -366,3 +366,11 @@ def test_what_was_purged_is_read_from_the_archive_under_the_same_cursors() -> No
         assert [item["group"]["batch_id"] for item in run] == [first["batch_id"]] * 9 + [second["batch_id"]] * 4
         group = http.get(f"/v1/groups/{live[0]['group']['group_id']}").json()
         assert group == {**live[0], "posted_rewards": []}
+
+
+def test_a43_an_adapter_that_no_worker_could_load_is_refused_before_its_upload(http: httpx2.Client) -> None:
+    (policy,) = http.get("/v1/policies").json()["data"]
+    uploads = f"/v1/policies/{policy['policy']}/uploads"
+    refused = http.post(uploads, json={"kind": "lora"})
+    assert (refused.status_code, refusal(refused)["code"], refusal(refused)["param"]) == (400, "unsupported", "kind")
+    assert http.post(uploads, json={"kind": "full"}).status_code == 200
