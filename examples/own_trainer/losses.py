@@ -77,6 +77,16 @@ def reduce(values: Tensor, mask: Tensor, how: Reduction, length: int = 1) -> Ten
     return (values.sum(1) / mask.sum(1).clamp(min=1)).mean()
 
 
+def behaviour_weight(proximal: Tensor, behaviour: Tensor, mask: Tensor, *, most: float = 2.0) -> Tensor:
+    """w_t = min(pi_proximal(a_t | s_t) / pi_behaviour(a_t | s_t), most), 1 in padding, (R, T) → (R, T); no gradient.
+
+    What stale samples count for in the decoupled objective of AReaL (Fu et al. 2025, arXiv 2505.24298, section 5.2):
+    the clip is around the weights at the beginning of the step (`proximal`), and w corrects for those that sampled
+    (`behaviour`), bounded above as truncated importance sampling has it (Ionides 2008).
+    """
+    return token_ratio(proximal, behaviour, mask).clamp(max=most).detach()
+
+
 def ppo_clip(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -87,21 +97,24 @@ def ppo_clip(
     clip_high: float = 0.2,
     reduction: Reduction = "token_mean",
     length: int = 1,
+    weight: Tensor | None = None,
 ) -> Tensor:
-    """PPO's clipped surrogate, `advantages` (R,) or (R, T).
+    """PPO's clipped surrogate, `advantages` (R,) or (R, T), `weight` (R, T) or None for 1 everywhere.
 
-    L = -mean(min(rho_t A_t, clip(rho_t, 1 - clip_low, 1 + clip_high) A_t)): equation 7 of Schulman et al. 2017
-    (arXiv 1707.06347), where both bounds are one epsilon; DAPO's "clip higher" sets them apart.
+    L = -mean(w_t min(rho_t A_t, clip(rho_t, 1 - clip_low, 1 + clip_high) A_t)): equation 7 of Schulman et al. 2017
+    (arXiv 1707.06347), where both bounds are one epsilon; DAPO's "clip higher" sets them apart.  `weight` is
+    `behaviour_weight` where `old_logprobs` are not those of the weights that sampled.
     """
     advantages = advantages if advantages.ndim == 2 else advantages[:, None]
     ratio = token_ratio(logprobs, old_logprobs, mask)
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
-    return -reduce(torch.minimum(ratio * advantages, clipped * advantages), mask, reduction, length)
+    gain = torch.minimum(ratio * advantages, clipped * advantages)
+    return -reduce(gain if weight is None else weight * gain, mask, reduction, length)
 
 
 def grpo(
     logprobs: Tensor, old_logprobs: Tensor, rewards: Tensor, group_index: Tensor, mask: Tensor, *,
-    clip_low: float = 0.2, clip_high: float = 0.2,
+    clip_low: float = 0.2, clip_high: float = 0.2, weight: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """GRPO without its KL term: PPO's surrogate with the normalised group advantage, each answer weighing the same.
 
@@ -110,13 +123,13 @@ def grpo(
     advantages = group_advantages(rewards, group_index)
     return ppo_clip(
         logprobs, old_logprobs, advantages, mask,
-        clip_low=clip_low, clip_high=clip_high, reduction="sequence_mean",
+        clip_low=clip_low, clip_high=clip_high, reduction="sequence_mean", weight=weight,
     )  # fmt: skip
 
 
 def dr_grpo(
     logprobs: Tensor, old_logprobs: Tensor, rewards: Tensor, group_index: Tensor, mask: Tensor, *,
-    length: int, clip_low: float = 0.2, clip_high: float = 0.2,
+    length: int, clip_low: float = 0.2, clip_high: float = 0.2, weight: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Dr. GRPO (arXiv 2503.20783): no division by the group's std, and none by an answer's own length.
 
@@ -125,7 +138,7 @@ def dr_grpo(
     advantages = group_advantages(rewards, group_index, normalise=False)
     return ppo_clip(
         logprobs, old_logprobs, advantages, mask,
-        clip_low=clip_low, clip_high=clip_high, reduction="constant", length=length,
+        clip_low=clip_low, clip_high=clip_high, reduction="constant", length=length, weight=weight,
     )  # fmt: skip
 
 

@@ -32,6 +32,8 @@ from .tasks import TaskStream, examination
 TOLERANCE = 1e-4
 """|Δlogprob| between the fleet and the trainer beyond which a step is refused (float32)."""
 SEED_SPAN = 1 << 20
+DECOUPLED = ("grpo", "dr_grpo", "ppo")
+"""Losses that clip per token, so that stale tokens can be weighed by themselves."""
 
 
 class LogprobsDiffer(RuntimeError):
@@ -192,6 +194,7 @@ class Trainer:
             return 0.0
         rows = {name: torch.tensor(values[useful]) for name, values in arrays.items()}
         kept = {name: values[useful] for name, values in arrays.items()}
+        self._decouple(kept, rows)
         total = 0.0
         for _ in range(self.settings.passes):
             loss = self._loss(self._forward(kept), rows)
@@ -204,10 +207,20 @@ class Trainer:
             raise FloatingPointError("the loss is not finite")
         return total / self.settings.passes
 
+    @torch.no_grad()
+    def _decouple(self, kept: Arrays, rows: dict[str, Any]) -> None:
+        """Stale samples: clip around the weights as they are now, and weigh each token for those that sampled it."""
+        rows["weight"] = None
+        if self.settings.loss in DECOUPLED and (kept["versions"][kept["mask"]] != self.versions[-1]).any():
+            now = self._forward(kept)
+            rows["weight"] = losses.behaviour_weight(now, rows["logprobs"], rows["mask"])
+            rows["logprobs"] = now
+
     def _loss(self, logprobs: Any, rows: dict[str, Any]) -> Any:
         old, mask, groups = rows["logprobs"], rows["mask"], rows["group_index"]
         rewards, settings = rows["rewards"].float(), self.settings
         clip: dict[str, Any] = {"clip_low": settings.clip_low, "clip_high": settings.clip_high}
+        clip["weight"] = rows["weight"]
         match settings.loss:
             case "grpo":
                 return losses.grpo(logprobs, old, rewards, groups, mask, **clip)

@@ -31,14 +31,15 @@ def own_stack(endpoint: Endpoint) -> Stack:
     return endpoint.stack
 
 
-def interrupted(stream: Any, after: int, kill: Callable[[], None], *, is_chat: bool = False) -> Joined:
-    """Read the stream to its end, with `kill` in between."""
-    chunks = []
+def interrupted(stream: Any, after: int, kill: Callable[[], None]) -> tuple[Joined, Joined]:
+    """Read the stream to its end, with `kill` in between: what was read before it, and all."""
+    chunks, before = [], 0
     for number, chunk in enumerate(stream):
         chunks.append(chunk)
         if number == after:
+            before = len(chunks)
             kill()
-    return Joined(chunks, is_chat=is_chat)
+    return Joined(chunks[:before], is_chat=False), Joined(chunks, is_chat=False)
 
 
 def test_I2_a_worker_killed_in_mid_stream(endpoint: Endpoint, own_stack: Stack, client: OpenAI) -> None:
@@ -57,7 +58,7 @@ def test_I2_a_worker_killed_in_mid_stream(endpoint: Endpoint, own_stack: Stack, 
         stream = complete(
             client, FREE, stream=True, n=2, seed=7, logprobs=0, max_tokens=LENGTH, extra_headers={"X-Rollgrid-Run": run}
         )
-        found = interrupted(stream, 2, kill)
+        before, found = interrupted(stream, 2, kill)
         records = samples_of(endpoint, run, 2)
         assert found.finish == {0: "length", 1: "length"}
         for index, record in enumerate(records):
@@ -67,11 +68,14 @@ def test_I2_a_worker_killed_in_mid_stream(endpoint: Endpoint, own_stack: Stack, 
         if killed:
             break
     assert killed, f"no stream of {TRIES} was met while it was generated"
-    for record in records:
-        assert 0 < record["resumed_from"] < LENGTH
-        assert record["attempt"] > 1
-        assert record["worker"] != killed[0].name
+    for index, record in enumerate(records):
+        if record["worker"] == killed[0].name:
+            assert record["attempt"] == 1, "only what had ended before the kill is the killed worker's"
+        else:
+            assert record["attempt"] > 1
+            assert len(before.token_ids.get(index, [])) <= record.get("resumed_from", 0) < LENGTH
         check_whole(client, record)
+    assert any(record.get("resumed_from", 0) > 0 for record in records), "the kill came after the last token"
 
 
 def check_whole(client: OpenAI, record: dict[str, Any]) -> None:

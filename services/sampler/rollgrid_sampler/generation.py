@@ -144,7 +144,7 @@ class Generation:
             request_id=f"{self._request.request_id}.{turns}" if turns else request.request_id,
             adapter=adapter,
             on_refresh=self._job.on_refresh,
-            cache_salt=f"{self._job.tenant}/{version}/{self._job.cache_salt or ''}",
+            cache_salt=f"{self._job.tenant}/{self._job.cache_salt or ''}",  # the engine adds what it runs on
         )
 
     @property

@@ -56,6 +56,16 @@ def test_they_equal_those_of_the_sdk() -> None:
         np.testing.assert_allclose(ours, sdk_advantages(rewards.numpy(), groups.numpy(), scale=normalise), atol=1e-12)
 
 
+def test_stale_tokens_count_by_how_likely_they_have_become_but_no_more_than_twice() -> None:
+    now = OLD + torch.log(torch.tensor([[1.5, 0.25], [9.0, 1.0], [1.0, 1.0], [1.0, 1.0]]))
+    weight = losses.behaviour_weight(now, OLD, MASK)
+    assert weight[MASK].tolist() == near([1.5, 0.25, 2.0, 1.0, 1.0])
+    assert weight[~MASK].tolist() == [1, 1, 1]
+    # around the weights of now (ratio 1 everywhere): the mean over rows of each row's mean of w A
+    found = losses.grpo(now, now, REWARDS, GROUPS, MASK, weight=weight)
+    assert found.item() == near(-((1.5 + 0.25) / 2 * A + 2.0 * -A) / 4)
+
+
 def test_ratios_of_tokens_and_of_sequences() -> None:
     tokens = losses.token_ratio(NEW, OLD, MASK)[MASK].tolist()
     assert tokens == near([1.2214028, 1.0, 0.6065307, 1.0, 1.1051709])  # e^0.2, e^0, e^-0.5, e^0, e^0.1
