@@ -53,6 +53,7 @@ def test_I2_a_worker_killed_in_mid_stream(endpoint: Endpoint, own_stack: Stack, 
                 killed.append(each)
                 each.kill()
 
+    before = Joined([], is_chat=False)
     for _ in range(TRIES):
         run = f"run-{uuid.uuid4().hex[:12]}"
         stream = complete(
