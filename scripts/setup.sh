@@ -16,7 +16,7 @@ VENV=${VENV:-.venv}
 ENGINE=${ROLLGRID_ENGINE:-cpu}
 PYTHON=${PYTHON:-python3.11}
 TORCH_INDEX=${ROLLGRID_TORCH_INDEX:-https://download.pytorch.org/whl/cpu}
-MEMBERS=(libs/contracts libs/runtime libs/weights libs/rendering libs/sdk
+MEMBERS=(libs/contracts libs/runtime libs/weights libs/rendering libs/episodes libs/sdk
          services/ingest services/sampler services/scorer services/trajectory_logger services/checkpoint_sync)
 
 say() { printf 'setup: %s\n' "$*"; }

@@ -29,7 +29,7 @@ REQUIREMENTS = Path(__file__).with_name("requirements")
 CLIENTS = ("inspect", "trl", "verifiers")
 TRAINERS = ("trl",)
 """They get torch and rollgrid's SDK as well, as a trainer's environment has them."""
-SDK = ("libs/contracts", "libs/weights", "libs/sdk")
+SDK = ("libs/contracts", "libs/weights", "libs/episodes", "libs/sdk")
 TORCH = ROOT / "locks" / "torch-cpu.txt"
 TORCH_INDEX = os.environ.get("ROLLGRID_TORCH_INDEX")
 """As for scripts/setup.sh, which knows the usual one."""

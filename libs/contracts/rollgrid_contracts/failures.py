@@ -28,6 +28,9 @@ class ErrorCode(StrEnum):
     GROUP_OPEN = "group_open"
     UNAUTHENTICATED = "unauthenticated"
     FORBIDDEN = "forbidden"
+    SESSION_BUSY = "session_busy"
+    SESSION_ENDED = "session_ended"
+    SESSION_LIMIT = "session_limit"
     VERSION_UNAVAILABLE = "version_unavailable"
     UPLOAD_INCOMPLETE = "upload_incomplete"
     # the fleet's state

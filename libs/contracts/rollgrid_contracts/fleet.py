@@ -95,10 +95,14 @@ class LedgerLease(msgspec.Struct, frozen=True, kw_only=True):
     renewed_at: float
 
 
-class CancelWork(msgspec.Struct, frozen=True, kw_only=True, tag="cancel_work"):
-    """Control: abort generation for these groups; their outcome is already decided."""
+class CancelWork(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, tag="cancel_work"):
+    """Control: abort generation for these groups; their outcome is already decided.
+
+    A session's turn goes by its `call_id` in `turns`: it is aborted and ends as cancelled, its session goes on.
+    """
 
     group_ids: tuple[str, ...]
+    turns: tuple[str, ...] = ()
 
 
 class DrainWorker(msgspec.Struct, frozen=True, kw_only=True, tag="drain_worker"):
@@ -129,6 +133,9 @@ class GroupStatus(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
 
     `closed_seq` is the RG_TRAJECTORIES sequence once closed, else 0; `known` is False for a
     group the ledger has neither open nor closed.
+
+    Of a group of sessions, by index: `turns` maps finished turns to the sequence of their winning event,
+    `open_turns` are those whose job is held and that have not finished, `ended` the indexes that have ended.
     """
 
     group_id: str
@@ -138,6 +145,9 @@ class GroupStatus(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     n: int = 0
     closed_seq: int = 0
     done: dict[int, int] = {}
+    turns: dict[int, dict[int, int]] = {}
+    open_turns: dict[int, tuple[int, ...]] = {}
+    ended: tuple[int, ...] = ()
 
 
 class BatchStatus(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):

@@ -60,6 +60,11 @@ def idempotency_key(tenant: str, key: str) -> str:
     return _digest_id("i", tenant, key)
 
 
+def session_id(group: str, index: int) -> str:
+    """The session that plays sample `index` of a group: opening it again names the same one."""
+    return _digest_id("s", group, str(index))
+
+
 def sample_id(group: str, index: int) -> str:
     return f"{group}.{index}"
 

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from .arrays import Floats, TokenIds
+from .episodes import TurnNode
 from .scoring import ScorerSpec
 
 
@@ -110,17 +111,15 @@ class ParsingSpec(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
 class Session(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """The turn of a multi-turn episode that this job generates.
 
-    `turn` counts generations from 0; `node` is the parent node in the episode tree; `fence` is
-    the RG_JOBS sequence of the turn's first dispatch (0 = this message's own sequence).
+    `turn` counts generations of the session from 0, over all its branches; `fence` is the RG_JOBS sequence of the
+    turn's first dispatch (0 = this message's own sequence); `worker` is whose lane it was sent to.
     """
 
     session: str
     turn: int = 0
-    node: str | None = None
+    node: TurnNode = TurnNode()
     fence: int = 0
     worker: str | None = None
-    observation: TokenIds = TokenIds()
-    retain: bool = False
 
 
 class VersionSpan(msgspec.Struct, frozen=True, kw_only=True):
@@ -194,9 +193,22 @@ class SampleGroup(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True,
     traceparent: str | None = None
     record_format: str = "msgpack"
 
+    @property
+    def call_id(self) -> str:
+        """What replies, frames, cancels and suspects of this job go by: its group, of a session its turn."""
+        return self.group_id if self.session is None else turn_call(self.session.session, self.session.turn)
+
+
+def turn_call(session: str, turn: int) -> str:
+    """The `call_id` of a session's turn: one subject token."""
+    return f"{session}-t{turn}"
+
 
 class OpenEpisode(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, tag="open_episode"):
-    """Command only the ledger consumes: a group of `n` sessions is open until each has ended."""
+    """Command only the ledger consumes: a group of `n` sessions is open until each has ended.
+
+    Copies of it (each session of the group may publish one) change nothing: the first counts.
+    """
 
     tenant: str
     run: str
@@ -214,6 +226,8 @@ class OpenEpisode(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True,
     created_at: float
     deadline: float
     traceparent: str | None = None
+    label: str | None = None
+    record_format: str = "msgpack"
 
 
 Job = SampleGroup | OpenEpisode

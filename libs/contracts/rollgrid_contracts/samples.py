@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from .arrays import Floats, TokenIds
+from .episodes import TurnNode
 from .failures import ErrorInfo
 from .jobs import Resume, SamplingParams, Session, VersionSpan
 from .scoring import ScorerSpec
@@ -89,6 +90,7 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
 
     `token_ids` and `logprobs` have equal length; EOS and stop tokens stay in.  `seed` is the
     sample's own 63-bit seed, None when unseeded.  `version_spans` cover [0, len(token_ids)).
+    `node` is where a session's turn stands in its tree; `turn` is then the turn's number.
     `weight_fingerprint` is that of the last span's version; `fingerprint_confirmed` once a cold load gave the same.
     """
 
@@ -115,6 +117,7 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     error: ErrorInfo | None = None
     prompt_logprobs: PromptLogprobs | None = None
     fingerprint_confirmed: bool = False
+    node: TurnNode | None = None
 
 
 class ScoringTask(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):

@@ -116,6 +116,9 @@ class Consumer(msgspec.Struct, frozen=True, kw_only=True):
 ACK_WAIT_S = 30.0
 """Default ack-wait of work consumers; workers heartbeat every third of it."""
 
+LANE_ACK_WAIT_S = 10.0
+"""Ack-wait of a worker's lane: how long a turn waits behind a dead worker before a peer is given it."""
+
 LEDGER_ACK_WAIT_S = 30 * 24 * 3600.0
 """The ledger holds a job for as long as its group is open; a take-over makes a new consumer."""
 
@@ -173,10 +176,12 @@ def pool_durable_prefix(pool: str) -> str:
 
 
 def lane_consumer(worker: str) -> Consumer:
+    """A worker's private lane; it outlives the worker, and whoever holds the lane's claim in `rg_lanes` reads it."""
     return Consumer(
         stream=JOBS.name,
         durable=f"lane_{worker}",
         filter_subject=subjects.jobs_worker(worker),
+        ack_wait_s=LANE_ACK_WAIT_S,
         max_ack_pending=-1,
     )
 

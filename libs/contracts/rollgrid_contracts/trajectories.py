@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from .arrays import TokenIds
+from .episodes import SessionForked
 from .failures import ErrorInfo
 from .jobs import Priority, Rights, SamplingParams, WeightConstraint
 from .samples import Sample, SampleStatus
@@ -26,6 +27,7 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
 
     `reward` is null unless every scorer asked for gave a number; null is never 0.  Turns of a
     multi-turn sample are in `turns`, in order, each on its own branch `node`.
+    `session`, `posted` (the customer's own reward and its per-turn values at the close) and `branches` are a session's.
     `staleness` is that of the oldest version that made any token, when the group closed (`checkpoints.staleness`).
     """
 
@@ -36,6 +38,11 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     turns: tuple[Sample, ...] = ()
     engine: str = ""
     staleness: int | None = None
+    session: str | None = None
+    posted: float | None = None
+    turn_rewards: dict[int, float] = {}
+    branches: tuple[SessionForked, ...] = ()
+    deliverables: tuple[dict[str, Any], ...] = ()
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -81,6 +88,8 @@ class GroupClosed(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True,
     error: ErrorInfo | None = None
     entries: tuple[Entry, ...]
     traceparent: str | None = None
+    label: str | None = None
+    reasoning_history: str | None = None
 
 
 class PostedReward(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):

@@ -118,7 +118,7 @@ def test_i6_a_turn_behind_a_stale_fence_never_counts() -> None:
     stream.feed(finished(sample(0, turn=0), job_seq=2, fence=2, n=1))
     stream.feed(finished(sample(0, turn=2), job_seq=4, fence=4, n=1))
     stream.feed(finished(sample(0, turn=1, attempt=7), job_seq=3, fence=3, n=1))
-    stream.feed(SessionForked(**WHO, index=0, session="s0", parent=None, node="x", reason=ForkReason.REQUESTED))
+    stream.feed(SessionForked(**WHO, index=0, session="s0", parent=None, branch="x", reason=ForkReason.REQUESTED))
     closed = the_close(stream.feed(ended(0)))
     assert [turn.turn for turn in closed.entries[0].turns] == [0, 2]
     assert stream.ledger.superseded == {"stale fence": 1}
