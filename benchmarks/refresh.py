@@ -3,7 +3,7 @@
     python -m benchmarks.refresh [--models tiny,smollm2] [--refreshes 10] [--rounds 3] [--publishes 5]
 
 The first two on an engine in this process, in one run: of each refresh how long generation was paused,
-over what vLLM needed for the load itself (`unproven`: without the forward of the fingerprint, which on
+over what vLLM needed for the load itself (from the end of the steps that ran, whose tokens count; `unproven`: without the forward of the fingerprint, which on
 a CPU costs as much as a token's); and the tokens a second of the same work without a refresh and
 with ten of them (running samples go on under the new weights), in turns.  The third through the whole
 stack: from the call of `weights.publish` to the first token that the new version made, while samples
@@ -148,6 +148,7 @@ async def on_the_engine(chosen: Subject, folders: list[Path], rounds: int) -> di
     lost = [(tokens / there - tokens / without) / len(folders) for without, there in zip(still, moving, strict=True)]
     return {
         "load_ms": 1e3 * statistics.median(r.load_s for r in refreshes),
+        "drain_ms": 1e3 * statistics.median(r.drained_s for r in refreshes),
         "pause_ms": 1e3 * statistics.median(r.paused_s for r in refreshes),
         "pause_over_load": statistics.median(r.paused_s / r.load_s for r in refreshes),
         "proof_ms": 1e3 * statistics.median(r.proof_s for r in refreshes),

@@ -52,8 +52,13 @@ CLOSE_S = 1.0
 
 
 class Refresh(NamedTuple):
-    """Seconds of the last load of other weights: generation paused in all; of that vLLM's own load, and the proof."""
+    """Seconds of the last load of other weights.
 
+    `drained_s`: until the steps that ran had ended, whose tokens count; `paused_s`: then nothing was generated, in
+    which there is vLLM's own load and the proof.
+    """
+
+    drained_s: float
     paused_s: float
     load_s: float
     proof_s: float
@@ -263,7 +268,7 @@ class VllmEngine:
         # not `pause_generation`: it sleeps 20 ms for the order of events, and every flight is ours
         await self.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
         self._loaded, self.adapters = Loaded(version=-1), {}
-        loading = time.monotonic()
+        still = time.monotonic()
         await self.llm.collective_rpc("rg_reload", args=(str(folder),))
         loaded = time.monotonic()
         if self._settings.max_loras and (left := await self.llm.list_loras()):
@@ -273,7 +278,7 @@ class VllmEngine:
         self.flights.applied(version)
         self._loaded = found
         ended = time.monotonic()
-        self.last_refresh = Refresh(ended - begun, loaded - loading, ended - proving)
+        self.last_refresh = Refresh(still - begun, ended - still, loaded - still, ended - proving)
 
     async def _label(self, version: int) -> Loaded:
         """Fingerprint on the paused engine, then the label every later token carries."""
