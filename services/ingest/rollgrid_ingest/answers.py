@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 from rollgrid_contracts.checkpoints import PolicyState
 from rollgrid_contracts.failures import Boundary, ErrorCode
-from rollgrid_contracts.ids import sample_id
 from rollgrid_contracts.samples import PromptLogprobs, Sample
 from rollgrid_rendering.renderer import Renderer
 from rollgrid_runtime.errors import RollgridError
@@ -50,7 +50,9 @@ def completion_answer(
     for group_id, group in zip(accepted.group_ids, submission.groups, strict=True):
         samples = collected.samples(group_id)
         for sample in samples:
-            choices.append(_choice(request, group_id, group, samples, sample, len(choices), names, renderer))
+            choices.append(
+                _choice(request, submission, group_id, group, samples, sample, len(choices), names, renderer)
+            )
     return CompletionResponse(
         id=f"cmpl-{accepted.batch_id}",
         object="text_completion",
@@ -59,11 +61,13 @@ def completion_answer(
         choices=choices,
         usage=usage_of(submission, collected),
         logprobs_mode=collected.logprobs_mode,
+        **turn_fields(submission),
     )
 
 
 def _choice(
     request: CompletionRequest,
+    submission: Submission,
     group_id: str,
     group: GroupSpec,
     samples: list[Sample],
@@ -83,7 +87,7 @@ def _choice(
         logprobs=None if request.logprobs is None else _logprobs(request, group, samples, sample, names),
         finish_reason=sample.finish_reason.value if sample.finish_reason else None,
         stop_reason=sample.stop_reason,
-        sample_id=sample_id(group_id, sample.index),
+        sample_id=submission.sample_id(group_id, sample.index),
         weight_versions=spans_of(sample),
         max_tokens=group.sampling.max_tokens,
         token_ids=token_ids if request.return_token_ids else None,
@@ -140,17 +144,21 @@ def generate_answer(
         request_id=request.request_id or request_id,
         model=submission.model,
         created=int(time.time()),
-        choices=[_generate_choice(group_id, sample, fields.logprobs is not None) for sample in samples],
+        choices=[
+            _generate_choice(submission.sample_id(group_id, sample.index), sample, fields.logprobs is not None)
+            for sample in samples
+        ],
         prompt_token_ids=prompt,
         usage=usage_of(submission, collected),
         logprobs_mode=collected.logprobs_mode,
         prompt_logprobs=prompt_logprobs(prompt, _of_prompt(samples), TokenNames(renderer, as_ids=False))
         if fields.prompt_logprobs is not None
         else None,
+        **turn_fields(submission),
     )
 
 
-def _generate_choice(group_id: str, sample: Sample, with_logprobs: bool) -> GenerateChoice:
+def _generate_choice(name: str, sample: Sample, with_logprobs: bool) -> GenerateChoice:
     ids = sample.token_ids.tolist()
     others = alternatives_of(sample.top_logprobs, len(ids)) if with_logprobs else []
     return GenerateChoice(
@@ -160,7 +168,7 @@ def _generate_choice(group_id: str, sample: Sample, with_logprobs: bool) -> Gene
         finish_reason=sample.finish_reason.value if sample.finish_reason else None,
         stop_reason=sample.stop_reason,
         weight_versions=spans_of(sample),
-        sample_id=sample_id(group_id, sample.index),
+        sample_id=name,
         seed=sample.seed,
         weight_fingerprint=sample.weight_fingerprint,
     )
@@ -187,7 +195,7 @@ def score_answer(top: bool, submission: Submission, accepted: Accepted, collecte
                 token_ids=ids,
                 logprobs=[logprob for _, logprob, _ in rows],
                 ranks=[None, *(ranks or [None] * (len(ids) - 1))],
-                sample_id=sample_id(group_id, sample.index),
+                sample_id=submission.sample_id(group_id, sample.index),
                 weight_versions=spans_of(sample),
                 top_logprobs=[
                     None if at == 0 else [TokenLogprob(token_id=token, logprob=value) for token, value in others]
@@ -207,6 +215,23 @@ def score_answer(top: bool, submission: Submission, accepted: Accepted, collecte
         usage=usage_of(submission, collected),
         logprobs_mode=mode,
     )
+
+
+def turn_fields(submission: Submission) -> dict[str, Any]:
+    """What a session's turn says of itself beside its answer; nothing of any other call.  See `TurnFields`."""
+    if submission.turn is None:
+        return {}
+    session = submission.turn.session
+    node = session.node
+    found = {
+        "session": session.session,
+        "turn": session.turn,
+        "parent": node.parent,
+        "branch": node.branch,
+        "fork": None if node.fork is None else node.fork.value,
+        "fork_detail": node.fork_detail,
+    }
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def spans_of(sample: Sample) -> list[SpanAnswer]:

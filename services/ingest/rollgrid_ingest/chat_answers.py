@@ -5,12 +5,11 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from rollgrid_contracts.ids import sample_id
 from rollgrid_contracts.jobs import ParsingSpec
 from rollgrid_contracts.samples import FinishReason, Sample
 from rollgrid_rendering.renderer import Renderer
 
-from .answers import spans_of, text_of, usage_of
+from .answers import spans_of, text_of, turn_fields, usage_of
 from .chat_schema import ChatChoice, ChatMessage, ChatRequest, ChatResponse
 from .logprob_shapes import TokenNames, chat_logprobs, prompt_logprobs
 from .replies import Collected
@@ -35,17 +34,21 @@ def chat_answer(
         object="chat.completion",
         created=int(time.time()),
         model=submission.model,
-        choices=[_choice(request, group_id, group, sample, names, renderer) for sample in samples],
+        choices=[
+            _choice(request, submission.sample_id(group_id, sample.index), group, sample, names, renderer)
+            for sample in samples
+        ],
         usage=usage_of(submission, collected),
         logprobs_mode=collected.logprobs_mode,
         prompt_token_ids=prompt if request.return_token_ids else None,
         prompt_text=group.prompt_text if request.return_prompt_text else None,
         prompt_logprobs=prompt_logprobs(prompt, of_prompt, names) if request.prompt_logprobs is not None else None,
+        **turn_fields(submission),
     )
 
 
 def _choice(
-    request: ChatRequest, group_id: str, group: GroupSpec, sample: Sample, names: TokenNames, renderer: Renderer
+    request: ChatRequest, name: str, group: GroupSpec, sample: Sample, names: TokenNames, renderer: Renderer
 ) -> ChatChoice:
     ids, shown = sample.token_ids.tolist(), shows_tokens(request, group)
     return ChatChoice(
@@ -62,7 +65,7 @@ def _choice(
         else None,
         finish_reason=finish_reason(sample, group.parsing),
         stop_reason=sample.stop_reason,
-        sample_id=sample_id(group_id, sample.index),
+        sample_id=name,
         weight_versions=spans_of(sample),
         max_tokens=group.sampling.max_tokens,
         parse_status=parse_status(sample),

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from .openai_schema import SpanAnswer, StreamOptions, Usage, WeightsRequest
+from .openai_schema import SpanAnswer, StreamOptions, TurnFields, Usage, WeightsRequest
 from .sampling import SamplingFields
 
 CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -140,7 +140,7 @@ class ChatChoice(msgspec.Struct, kw_only=True, omit_defaults=True):
     weight_fingerprint: str | None = None
 
 
-class ChatResponse(msgspec.Struct, kw_only=True, omit_defaults=True):
+class ChatResponse(TurnFields, kw_only=True, omit_defaults=True):
     id: str
     object: str
     created: int

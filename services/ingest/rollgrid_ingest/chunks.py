@@ -8,11 +8,10 @@ from __future__ import annotations
 import time
 from typing import Any, Protocol
 
-from rollgrid_contracts.ids import sample_id
 from rollgrid_contracts.samples import PromptLogprobs, Sample
 from rollgrid_rendering.renderer import Renderer
 
-from .answers import echoed, spans_of
+from .answers import echoed, spans_of, turn_fields
 from .chat_answers import finish_reason, parse_status, role_of, shows_tokens
 from .chat_schema import ChatRequest
 from .logprob_shapes import (
@@ -84,7 +83,7 @@ class _Counted:
         position, index = self.group_of(choice)
         found: Chunk = {
             "stop_reason": sample.stop_reason,
-            "sample_id": sample_id(self.submission.group_ids[position], index),
+            "sample_id": self.submission.sample_id(self.submission.group_ids[position], index),
             "weight_versions": spans_of(sample),
         }
         if sample.seed is not None:
@@ -108,7 +107,7 @@ class ChatChunks(_Counted):
             "created": int(time.time()),
             "model": submission.model,
         }
-        super().__init__(submission, request.stream_options, head)
+        super().__init__(submission, request.stream_options, head | turn_fields(submission))
         (self._group,) = submission.groups
         self._request = request
         self._names = TokenNames(renderer, bool(request.return_tokens_as_token_ids))
@@ -178,7 +177,7 @@ class CompletionChunks(_Counted):
             "created": int(time.time()),
             "model": submission.model,
         }
-        super().__init__(submission, request.stream_options, head)
+        super().__init__(submission, request.stream_options, head | turn_fields(submission))
         self._request, self._renderer = request, renderer
         self._names = TokenNames(renderer, bool(request.return_tokens_as_token_ids))
         self._offsets = [0] * len(self._sent)
@@ -240,7 +239,7 @@ class GenerateChunks(_Counted):
 
     def __init__(self, request: GenerateRequest, submission: Submission, request_id: str) -> None:
         head = {"request_id": request.request_id or request_id, "model": submission.model, "output_mode": "tokens"}
-        super().__init__(submission, request.stream_options, head)
+        super().__init__(submission, request.stream_options, head | turn_fields(submission))
         self._prompt = submission.groups[0].prompt_token_ids if request.return_token_ids else None
         self._with_logprobs = request.sampling_params.logprobs is not None
 

@@ -194,7 +194,18 @@ class CompletionChoice(msgspec.Struct, kw_only=True, omit_defaults=True):
     weight_fingerprint: str | None = None
 
 
-class CompletionResponse(msgspec.Struct, kw_only=True):
+class TurnFields(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Of a session's turn only: its number, the turn it goes on from (absent: the root), its branch, why it forked."""
+
+    session: str | None = None
+    turn: int | None = None
+    parent: int | None = None
+    branch: str | None = None
+    fork: str | None = None
+    fork_detail: str | None = None
+
+
+class CompletionResponse(TurnFields, kw_only=True, omit_defaults=True):
     """Choices in prompt-major order: prompt p, sample i is choice p * n + i."""
 
     id: str
@@ -239,7 +250,7 @@ class GenerateChoice(msgspec.Struct, kw_only=True, omit_defaults=True):
     weight_fingerprint: str | None = None
 
 
-class GenerateResponse(msgspec.Struct, kw_only=True, omit_defaults=True):
+class GenerateResponse(TurnFields, kw_only=True, omit_defaults=True):
     request_id: str
     model: str
     created: int

@@ -1,7 +1,8 @@
 """Interactive calls: from accepted jobs back to finished samples, by reply or by record.
 
 The reply subject is subscribed before the job is published; a reply comes only after its durable
-event.  Whatever a lost reply leaves open is read from the record once the group has closed.
+event.  Whatever a lost reply leaves open is read from the record once the group has closed; of a session's turn, which goes
+by its `call_id`, from the session.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from typing import Any, Protocol
 
+import msgspec
 from rollgrid_contracts import subjects
 from rollgrid_contracts.failures import Boundary, ErrorCode, ErrorInfo
 from rollgrid_contracts.samples import Sample, SampleReply, SampleStatus, StreamQuery, StreamState, TokenFrame
@@ -43,11 +45,25 @@ class Listener(Protocol):
         """None when somebody else answers for the group."""
 
 
-class Collected:
-    """What has come in for the groups of one call: group id → samples by index."""
+class TurnRecord(Protocol):
+    """Reads a turn from its session, for when its reply was lost: its one sample, None while it is open."""
 
-    def __init__(self, sizes: Mapping[str, int], tell: Callable[[str, Sample], None] | None = None) -> None:
-        self._sizes, self._tell = dict(sizes), tell
+    async def __call__(self) -> Sample | None: ...
+
+
+class Collected:
+    """What has come in for the groups of one call: group id → samples by index.
+
+    Of a session's turn (`turn` reads its record) the one sample stands at index 0, whichever of its group it is.
+    """
+
+    def __init__(
+        self,
+        sizes: Mapping[str, int],
+        tell: Callable[[str, Sample], None] | None = None,
+        turn: TurnRecord | None = None,
+    ) -> None:
+        self._sizes, self._tell, self.turn = dict(sizes), tell, turn
         self._samples: dict[str, dict[int, Sample]] = {group_id: {} for group_id in sizes}
         self._missing = sum(sizes.values())
         self.logprobs_mode = "processed_logprobs"
@@ -55,6 +71,8 @@ class Collected:
 
     def add(self, group_id: str, sample: Sample) -> None:
         """The first answer for an index stands (every later one equals it)."""
+        if self.turn is not None:
+            sample = msgspec.structs.replace(sample, index=0)
         group = self._samples.get(group_id)
         if group is None or sample.index in group or not 0 <= sample.index < self._sizes[group_id]:
             return
@@ -86,12 +104,15 @@ class Replies:
         self._poll_s, self._grace_s = poll_s, grace_s
 
     @contextlib.asynccontextmanager
-    async def listening(self, sizes: Mapping[str, int], listener: Listener | None = None) -> AsyncIterator[Collected]:
+    async def listening(
+        self, sizes: Mapping[str, int], listener: Listener | None = None, turn: TurnRecord | None = None
+    ) -> AsyncIterator[Collected]:
         """Collect replies for these groups (id → n).  Enter it before their jobs are published.
 
-        A `listener` also gets the frames, and answers workers that take over.
+        A `listener` also gets the frames, and answers workers that take over.  `turn` for a session's turn, the one
+        group of which is its `call_id`.
         """
-        collected = Collected(sizes, None if listener is None else listener.on_sample)
+        collected = Collected(sizes, None if listener is None else listener.on_sample, turn)
         kind: Any = SampleReply if listener is None else SampleReply | TokenFrame
 
         async def on_reply(reply: SampleReply | TokenFrame, _: str) -> None:
@@ -150,8 +171,13 @@ class Replies:
             pause = self._poll_s
 
     async def read_records(self, collected: Collected, tenant: str) -> None:
-        """Add what closed groups say.  A ledger that is away is asked again later."""
+        """Add what closed groups say, or the session.  What is away is asked again later."""
         try:
+            if collected.turn is not None:
+                sample = await collected.turn()
+                if sample is not None:
+                    collected.add(collected.incomplete()[0], sample)
+                return
             statuses = await self._ledger.groups(tenant, collected.incomplete())
             for group_id, status in statuses.items():
                 if status.closed_seq == 0:

@@ -33,9 +33,10 @@ class StreamCall:
         self._whole, self._limit = whole, backlog
         self._streams: list[SampleStream] = []
         self._groups: dict[str, tuple[int, int]] = {}
+        self._first = submission.first_index
         for group_id, group in zip(submission.group_ids, submission.groups, strict=True):
             self._groups[group_id] = (len(self._streams), group.n)
-            self._streams += [SampleStream(index, exact=exact) for index in range(group.n)]
+            self._streams += [SampleStream(self._first + index, exact=exact) for index in range(group.n)]
         self._inbox: deque[tuple[int, TokenFrame | Sample]] = deque()
         self._waiting_tokens = 0
         self._open = len(self._streams)
@@ -52,7 +53,7 @@ class StreamCall:
     # -- coming in (never waits) ------------------------------------------------------------------
 
     def on_frame(self, frame: TokenFrame) -> None:
-        choice, tokens = self._choice(frame.group_id, frame.index), len(frame.token_ids)
+        choice, tokens = self._choice(frame.group_id, frame.index - self._first), len(frame.token_ids)
         if choice is None:
             return
         if self._waiting_tokens + tokens > self._limit:

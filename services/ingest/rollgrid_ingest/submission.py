@@ -16,7 +16,9 @@ from rollgrid_contracts.jobs import (
     Reply,
     Rights,
     SamplingParams,
+    Session,
     WeightConstraint,
+    turn_call,
 )
 from rollgrid_contracts.scoring import ScorerSpec
 
@@ -47,10 +49,25 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
     max_staleness: int
 
 
+class TurnPlace(msgspec.Struct, frozen=True, kw_only=True):
+    """Which turn of which sample a submission is; `batch_id` and `n` are those of the sample's group."""
+
+    batch_id: str
+    group_id: str
+    index: int
+    n: int
+    session: Session
+
+    @property
+    def call_id(self) -> str:
+        return turn_call(self.session.session, self.session.turn)
+
+
 class Submission(msgspec.Struct, frozen=True, kw_only=True):
     """`key` names the request and so its ids; `idempotent` when it is the client's own idempotency key.
     `digest` is that of the request's body; `stored` when RG_SUBMIT holds it until its jobs are stored.
-    `weights_field` is where the request names the versions it wants."""
+    `weights_field` is where the request names the versions it wants.
+    A session's turn (`turn`) is one group of one sample that goes by its `call_id`."""
 
     tenant: str
     run: str
@@ -73,14 +90,30 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
     traceparent: str | None = None
     record_format: str = "msgpack"
     stored: bool = False
+    turn: TurnPlace | None = None
 
     @property
     def batch_id(self) -> str:
+        if self.turn is not None:
+            return self.turn.call_id
         return _batch_id(self.tenant, self.run, self.key)
 
     @property
     def group_ids(self) -> list[str]:
+        if self.turn is not None:
+            return [self.turn.call_id]
         return [_group_id(self.tenant, self.run, self.key, position) for position in range(len(self.groups))]
+
+    @property
+    def first_index(self) -> int:
+        """The index by which workers know the first sample of each group."""
+        return 0 if self.turn is None else self.turn.index
+
+    def sample_id(self, group_id: str, index: int) -> str:
+        """The id of a sample of one of the groups, or of the turn."""
+        if self.turn is not None:
+            return ids.turn_id(self.turn.group_id, self.turn.index, self.turn.session.turn)
+        return ids.sample_id(group_id, index)
 
     @property
     def samples(self) -> int:
