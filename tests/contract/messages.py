@@ -167,6 +167,7 @@ TURN_NODE = TurnNode(
     gap_s=1.5,
     approvals=({"call": "c1", "by": "user"},),
     deliverables=({"name": "report.md", "sha256": "aa"},),
+    rendered_with="3f2a",
 )
 SESSION = Session(
     session="s-1",
@@ -554,6 +555,9 @@ FULL: dict[str, Any] = {
             max_turns=8,
             max_tokens=4096,
             metadata={"k": 1},
+            weights_rule="min_version",
+            weights_value=3,
+            deadline=90.0,
         ),
         opened_at=1.5,
         job_seq=5,
@@ -806,7 +810,11 @@ FULL: dict[str, Any] = {
         swapping=True,
         weights_problem="version 6: file model.safetensors does not match its digest",
     ),
+    "worker_state.waiting": WorkerState(
+        worker="w-1", incarnation="w-1/abc", pool="pabc", engine="vllm", device="cpu", slots=32, busy=32, waiting=40
+    ),
     "lane_claim": LaneClaim(lane="w-1", holder="w-2", incarnation="w-2/x", claimed_at=1.5),
+    "lane_claim.given_up": LaneClaim(lane="w-1", holder="", incarnation="", claimed_at=1.5, pool="pabc"),
     "suspect": Suspect(group_id=GROUP, starts=2, workers=("w-1", "w-2")),
     "idempotency_record": IdempotencyRecord(
         body_sha256="ff" * 32, run="run-1", batch_id=BATCH, key="k", groups=2, cursor=44, created_at=1.5

@@ -29,7 +29,10 @@ class LoadedVersion(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tru
 
 
 class WorkerState(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """Value of `rg_workers` under the worker id; renewed every `topology.WORKER_LEASE_S` / 3."""
+    """Value of `rg_workers` under the worker id; renewed every `topology.WORKER_LEASE_S` / 3.
+
+    `waiting` counts samples that are in the worker's hands and wait for a slot.
+    """
 
     worker: str
     incarnation: str
@@ -51,15 +54,20 @@ class WorkerState(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     max_loras: int = 0
     swapping: bool = False
     weights_problem: str | None = None
+    waiting: int = 0
 
 
-class LaneClaim(msgspec.Struct, frozen=True, kw_only=True):
-    """Value of `rg_lanes`: who drains a worker's private lane."""
+class LaneClaim(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """Value of `rg_lanes` under a worker id: who reads that worker's private lane.
+
+    A `holder` "" has given it up: whoever of `pool` comes first takes it.
+    """
 
     lane: str
     holder: str
     incarnation: str
     claimed_at: float
+    pool: str = ""
 
 
 class Suspect(msgspec.Struct, frozen=True, kw_only=True):
