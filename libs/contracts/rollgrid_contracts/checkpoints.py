@@ -14,6 +14,11 @@ class CheckpointKind(StrEnum):
     LORA = "lora"
     DELTA = "delta"
 
+    @property
+    def whole(self) -> bool:
+        """Whether it stands for all of the weights (of a delta: once it is rebuilt).  A LoRA version lies on such a one."""
+        return self is not CheckpointKind.LORA
+
 
 class TensorInfo(msgspec.Struct, frozen=True, kw_only=True):
     """One tensor of the new state: `dtype` in safetensors' names, digest over its raw bytes."""

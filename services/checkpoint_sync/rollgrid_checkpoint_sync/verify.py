@@ -95,13 +95,13 @@ def _check_identity(manifest: CheckpointManifest, state: PolicyState, version: i
 
 
 def _check_base(manifest: CheckpointManifest, state: PolicyState) -> None:
-    """An adapter sits on a full version whose files are there (0 = the base)."""
+    """An adapter sits on, and a delta goes on from, a full or delta version whose files are there (0 = the base)."""
     base = manifest.base_version or 0
-    full = {adopted.version for adopted in state.versions if adopted.kind is CheckpointKind.FULL}
-    if manifest.kind is CheckpointKind.LORA and base and base not in full:
+    whole = {adopted.version for adopted in state.versions if adopted.kind.whole}
+    if manifest.kind is not CheckpointKind.FULL and base and base not in whole:
         raise Refused(
             ErrorCode.VERSION_UNAVAILABLE,
-            f"version {manifest.version} sits on version {base}, which is no full version that is kept",
+            f"version {manifest.version} sits on version {base}, which is no full or delta version that is kept",
             "base_version",
         )
 

@@ -121,7 +121,7 @@ class Commits:
             policy=upload.policy,
             version=0,
             kind=upload.kind,
-            base_version=upload.base_version if upload.kind is CheckpointKind.LORA else None,
+            base_version=None if upload.kind is CheckpointKind.FULL else upload.base_version,
             step=upload.step,
             dtype=upload.dtype,
             files=tuple(files),

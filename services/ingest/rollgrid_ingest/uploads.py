@@ -199,8 +199,8 @@ def _shards_prefix(upload: Upload) -> str:
 
 def _terms(policy: PolicyState, asked: BeginRequest, ttl_s: float) -> Upload:
     """What is asked for, checked as far as it can be without S3."""
-    if asked.kind not in (CheckpointKind.FULL, CheckpointKind.LORA):
-        raise unsupported("kind", "full and lora are offered")
+    if asked.kind not in tuple(CheckpointKind):
+        raise unsupported("kind", "full, lora and delta are offered")
     if asked.upload is not None and not ids.is_label(asked.upload):
         raise invalid(f"upload: {asked.upload[:80]!r} does not match {ids.LABEL_PATTERN}", "upload")
     if not 1 <= asked.world <= MAX_WORLD:
@@ -217,7 +217,11 @@ def _terms(policy: PolicyState, asked: BeginRequest, ttl_s: float) -> Upload:
         raise over_limit("next_within_s", within, f"0<next_within_s<={MAX_NEXT_WITHIN_S:g}")
     base = 0
     if asked.kind == CheckpointKind.LORA:
-        base = _newest_full(policy) if asked.base_version is None else asked.base_version
+        base = _newest_whole(policy) if asked.base_version is None else asked.base_version
+    elif asked.kind == CheckpointKind.DELTA:
+        if asked.base_version is None:
+            raise invalid("a delta needs the base_version it goes on from", "base_version")
+        base = asked.base_version
     now = time.time()
     return Upload(
         tenant=policy.tenant,
@@ -235,22 +239,22 @@ def _terms(policy: PolicyState, asked: BeginRequest, ttl_s: float) -> Upload:
     )
 
 
-def _newest_full(policy: PolicyState) -> int:
-    return max((v.version for v in policy.versions if v.kind is CheckpointKind.FULL), default=0)
+def _newest_whole(policy: PolicyState) -> int:
+    return max((v.version for v in policy.versions if v.kind.whole), default=0)
 
 
 def _check_versions(policy: PolicyState, wanted: Upload) -> None:
-    """The number asked for may still be free, and the base of an adapter is there."""
+    """The number asked for may still be free, and the base of an adapter or a delta is there."""
     if wanted.version is not None and wanted.version <= policy.newest:
         raise taken(policy.policy, wanted.version, f"the newest is {policy.newest}")
-    kept = {0, *(version.version for version in policy.versions if version.kind is CheckpointKind.FULL)}
+    kept = {0, *(version.version for version in policy.versions if version.kind.whole and not version.going)}
     if wanted.base_version not in kept:
         raise RollgridError(
             ErrorCode.VERSION_UNAVAILABLE,
-            f"{policy.policy} keeps no full version {wanted.base_version} that an adapter could sit on",
+            f"{policy.policy} keeps no full or delta version {wanted.base_version} to build on",
             boundary=Boundary.WEIGHTS,
             field="base_version",
-            limit=f"full versions: {sorted(kept)[-16:]}",
+            limit=f"full and delta versions: {sorted(kept)[-16:]}",
             retryable=False,
         )
 

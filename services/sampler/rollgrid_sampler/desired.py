@@ -32,7 +32,7 @@ def wanted(state: PolicyState, worker: str, max_loras: int, asked: Collection[in
     Adapters in the order of their worth: the current one, those asked for, then the newest.
     """
     current = adopted(state, due(state, worker))
-    if current.kind is CheckpointKind.FULL:
+    if current.kind.whole:
         full = current
     else:
         full = adopted(state, current.base_version)
