@@ -167,7 +167,6 @@ TURN_NODE = TurnNode(
     gap_s=1.5,
     approvals=({"call": "c1", "by": "user"},),
     deliverables=({"name": "report.md", "sha256": "aa"},),
-    rendered_with="3f2a",
 )
 SESSION = Session(
     session="s-1",
@@ -555,14 +554,22 @@ FULL: dict[str, Any] = {
             max_turns=8,
             max_tokens=4096,
             metadata={"k": 1},
-            weights_rule="min_version",
-            weights_value=3,
-            deadline=90.0,
         ),
         opened_at=1.5,
         job_seq=5,
         traceparent=TRACE,
     ),
+    "session_opened.weights": SessionOpened(
+        tenant="acme",
+        run="run-1",
+        group_id=GROUP,
+        index=0,
+        n=1,
+        session="s-1",
+        terms=SessionTerms(policy="smol", weights_rule="min_version", weights_value=3, deadline=90.0),
+        opened_at=1.5,
+    ),
+    "session.tools": Session(session="s-1", node=TurnNode(rendered_with="3f2a")),
     "session_ended": SessionEnded(
         tenant="acme",
         run="run-1",

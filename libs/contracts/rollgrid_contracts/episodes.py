@@ -56,7 +56,10 @@ class ReasoningHistory(StrEnum):
 
 
 class SessionTerms(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """What a session was opened with.  `ttl_s` counts from the last turn; 0 caps leave the deployment's."""
+    """What a session was opened with.  `ttl_s` counts from the last turn; 0 caps leave the deployment's.
+
+    `weights_rule` and `weights_value` are a `WeightConstraint` for every turn; `deadline` is the group's (UNIX seconds).
+    """
 
     policy: str
     model: str = ""
@@ -67,6 +70,9 @@ class SessionTerms(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True
     max_turns: int = 0
     max_tokens: int = 0
     metadata: dict[str, Any] = {}
+    weights_rule: str = "latest"
+    weights_value: int = 0
+    deadline: float = 0.0
 
 
 class TurnNode(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
@@ -76,6 +82,8 @@ class TurnNode(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     parent's last token and its own first one (u4, mask 0), the first `closing` of which end the parent's turn where
     the sampler did not (`finish_reason` length).  `messages` are those the caller added.  The prompt of a turn is
     the observations and sampled ids from the root down to it.  `gap_s`: seconds since the parent ended.
+    `rendered_with` is a digest of what the chat template was given beside messages (tools, documents, variables): a
+    turn that is given other ones begins anew.
     """
 
     parent: int | None = None
@@ -88,6 +96,7 @@ class TurnNode(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     gap_s: float = 0.0
     approvals: tuple[dict[str, Any], ...] = ()
     deliverables: tuple[dict[str, Any], ...] = ()
+    rendered_with: str = ""
 
 
 class SessionOpened(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, tag="session_opened"):
