@@ -12,6 +12,7 @@ from rollgrid_contracts.jobs import SamplingParams, WeightConstraint
 
 from . import calls
 from .answers import Accepted, BatchProgress, Fleet, Model, Policy, Posted, ScoredTokens
+from .async_sessions import AsyncSessions
 from .async_weights import AsyncWeights
 from .client import iteration_timeout, pace_deadline
 from .cursor import CursorFile
@@ -115,6 +116,7 @@ class AsyncClient:
     ) -> None:
         self._transport = AsyncTransport(resolve(base_url, api_key), retries or Retries())
         self.weights = AsyncWeights(self._transport)
+        self.sessions = AsyncSessions(self._transport)
 
     @property
     def base_url(self) -> str:

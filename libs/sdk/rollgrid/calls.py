@@ -41,7 +41,7 @@ PAGE_LIMIT = 64
 POSTS_LIMIT = 512
 
 
-def _reader(kind: type[T]) -> Callable[[bytes, str], T]:
+def answered(kind: type[T]) -> Callable[[bytes, str], T]:
     def parse(body: bytes, content_type: str) -> T:
         if content_type not in (codec.MSGPACK, codec.JSON):
             raise _unreadable(f"content type {content_type}")
@@ -63,21 +63,21 @@ def _ignore(_body: bytes, _content_type: str) -> None:
     return None
 
 
-def _segment(text: str) -> str:
+def segment(text: str) -> str:
     return urllib.parse.quote(text, safe="")
 
 
 def models() -> Call[ModelList]:
-    return Call("GET", "/v1/models", _reader(ModelList))
+    return Call("GET", "/v1/models", answered(ModelList))
 
 
 def submit(body: bytes, idempotency_key: str | None) -> Call[Accepted]:
     """The key makes a retry safe: the same key and body are the same batch.  Raises Unsendable."""
-    headers = _keyed(idempotency_key)
-    return Call("POST", "/v1/rollouts", _reader(Accepted), body=body, headers=headers, read_timeout_s=60.0)
+    headers = keyed(idempotency_key)
+    return Call("POST", "/v1/rollouts", answered(Accepted), body=body, headers=headers, read_timeout_s=60.0)
 
 
-def _keyed(idempotency_key: str | None) -> dict[str, str]:
+def keyed(idempotency_key: str | None) -> dict[str, str]:
     key = ids.new_key() if idempotency_key is None else idempotency_key
     if not (key and key.isascii() and key.isprintable()):
         raise Unsendable("an idempotency key is printable ASCII")
@@ -85,21 +85,21 @@ def _keyed(idempotency_key: str | None) -> dict[str, str]:
 
 
 def batch_status(batch_id: str) -> Call[BatchProgress]:
-    return Call("GET", f"/v1/rollouts/{_segment(batch_id)}", _reader(BatchProgress))
+    return Call("GET", f"/v1/rollouts/{segment(batch_id)}", answered(BatchProgress))
 
 
 def cancel(batch_id: str) -> Call[None]:
-    return Call("POST", f"/v1/rollouts/{_segment(batch_id)}/cancel", _ignore)
+    return Call("POST", f"/v1/rollouts/{segment(batch_id)}/cancel", _ignore)
 
 
 def batch_page(batch_id: str, run: str, cursor: int, wait_s: float, read_timeout_s: float) -> Call[Page]:
     """Naming the run lets an ingest that has just started answer without asking the ledger."""
-    path = f"/v1/rollouts/{_segment(batch_id)}/groups"
+    path = f"/v1/rollouts/{segment(batch_id)}/groups"
     return _page(path, cursor, wait_s, read_timeout_s, {"run": run} if run else {})
 
 
 def run_page(run: str, cursor: int, wait_s: float, read_timeout_s: float) -> Call[Page]:
-    path = f"/v1/runs/{_segment(run)}/trajectories"
+    path = f"/v1/runs/{segment(run)}/trajectories"
     return _page(path, cursor, wait_s, read_timeout_s)
 
 
@@ -108,11 +108,11 @@ def _page(
 ) -> Call[Page]:
     params: dict[str, str | int | float] = {"cursor": cursor, "limit": PAGE_LIMIT, "wait_s": round(wait_s, 3)}
     params |= more or {}
-    return Call("GET", path, _reader(Page), params=params, read_timeout_s=read_timeout_s)
+    return Call("GET", path, answered(Page), params=params, read_timeout_s=read_timeout_s)
 
 
 def group(group_id: str) -> Call[Group]:
-    read = _reader(GroupAnswer)
+    read = answered(GroupAnswer)
 
     def parse(body: bytes, content_type: str) -> Group:
         answer = read(body, content_type)
@@ -120,59 +120,59 @@ def group(group_id: str) -> Call[Group]:
             raise GroupOpen(group_id, answer.n, answer.done)
         return Group(answer.group, answer.cursor, answer.posted_rewards)
 
-    return Call("GET", f"/v1/groups/{_segment(group_id)}", parse)
+    return Call("GET", f"/v1/groups/{segment(group_id)}", parse)
 
 
 def post_rewards(group_id: str, body: bytes, idempotency_key: str | None) -> Call[Posted]:
-    headers = _keyed(idempotency_key)
-    return Call("POST", f"/v1/groups/{_segment(group_id)}/rewards", _reader(Posted), body=body, headers=headers)
+    headers = keyed(idempotency_key)
+    return Call("POST", f"/v1/groups/{segment(group_id)}/rewards", answered(Posted), body=body, headers=headers)
 
 
 def post_run_rewards(run: str, body: bytes, idempotency_key: str | None) -> Call[RunPosted]:
-    headers = _keyed(idempotency_key)
-    path = f"/v1/runs/{_segment(run)}/rewards"
-    return Call("POST", path, _reader(RunPosted), body=body, headers=headers, read_timeout_s=60.0)
+    headers = keyed(idempotency_key)
+    path = f"/v1/runs/{segment(run)}/rewards"
+    return Call("POST", path, answered(RunPosted), body=body, headers=headers, read_timeout_s=60.0)
 
 
 def rewards_page(run: str, cursor: int, wait_s: float, read_timeout_s: float) -> Call[PostPage]:
     params: dict[str, str | int | float] = {"cursor": cursor, "limit": POSTS_LIMIT, "wait_s": round(wait_s, 3)}
-    path = f"/v1/runs/{_segment(run)}/rewards"
-    return Call("GET", path, _reader(PostPage), params=params, read_timeout_s=read_timeout_s)
+    path = f"/v1/runs/{segment(run)}/rewards"
+    return Call("GET", path, answered(PostPage), params=params, read_timeout_s=read_timeout_s)
 
 
 def score_tokens(body: bytes, timeout_s: float) -> Call[ScoreAnswer]:
     headers = {"content-type": codec.JSON}
-    return Call("POST", "/v1/score_tokens", _reader(ScoreAnswer), body=body, headers=headers, read_timeout_s=timeout_s)
+    return Call("POST", "/v1/score_tokens", answered(ScoreAnswer), body=body, headers=headers, read_timeout_s=timeout_s)
 
 
 def policies() -> Call[tuple[Policy, ...]]:
-    read = _reader(PolicyList)
+    read = answered(PolicyList)
     return Call("GET", "/v1/policies", lambda body, content_type: read(body, content_type).data)
 
 
 def policy(name: str) -> Call[Policy]:
-    return Call("GET", f"/v1/policies/{_segment(name)}", _reader(Policy))
+    return Call("GET", f"/v1/policies/{segment(name)}", answered(Policy))
 
 
 def version(policy: str, number: int) -> Call[Version]:
-    return Call("GET", f"/v1/policies/{_segment(policy)}/versions/{number}", _reader(Version))
+    return Call("GET", f"/v1/policies/{segment(policy)}/versions/{number}", answered(Version))
 
 
 def fleet() -> Call[Fleet]:
-    return Call("GET", "/v1/fleet", _reader(Fleet))
+    return Call("GET", "/v1/fleet", answered(Fleet))
 
 
 def versions(policy: str) -> Call[VersionList]:
-    return Call("GET", f"/v1/policies/{_segment(policy)}/versions", _reader(VersionList))
+    return Call("GET", f"/v1/policies/{segment(policy)}/versions", answered(VersionList))
 
 
 def roll_back(policy: str, version: int) -> Call[Policy]:
-    return _post(f"/v1/policies/{_segment(policy)}/rollback", {"version": version}, Policy, 30.0)
+    return _post(f"/v1/policies/{segment(policy)}/rollback", {"version": version}, Policy, 30.0)
 
 
 def begin_upload(policy: str, terms: Mapping[str, Any]) -> Call[Upload]:
     """`terms` name the upload, so that a retry is the same one."""
-    return _post(f"/v1/policies/{_segment(policy)}/uploads", terms, Upload, 60.0)
+    return _post(f"/v1/policies/{segment(policy)}/uploads", terms, Upload, 60.0)
 
 
 def put_file(
@@ -181,8 +181,8 @@ def put_file(
     """`sent` is told how many bytes of the attempt under way have gone out."""
     size = len(body) if isinstance(body, bytes) else body.stat().st_size
     headers = {"content-type": "application/octet-stream", "content-length": str(size)}
-    path = f"{_upload(policy, upload)}/files/{_segment(name)}"
-    return Call("PUT", path, _reader(Uploaded), body=body, headers=headers, read_timeout_s=300.0, sent=sent)
+    path = f"{_upload(policy, upload)}/files/{segment(name)}"
+    return Call("PUT", path, answered(Uploaded), body=body, headers=headers, read_timeout_s=300.0, sent=sent)
 
 
 def finish_shard(policy: str, upload: str, shard: Mapping[str, Any]) -> Call[None]:
@@ -194,10 +194,10 @@ def commit_upload(policy: str, upload: str, body: Mapping[str, Any]) -> Call[Com
 
 
 def _upload(policy: str, upload: str) -> str:
-    return f"/v1/policies/{_segment(policy)}/uploads/{_segment(upload)}"
+    return f"/v1/policies/{segment(policy)}/uploads/{segment(upload)}"
 
 
 def _post(path: str, body: Mapping[str, Any], answer: Any, read_timeout_s: float) -> Call[Any]:
-    read = _reader(answer) if answer is not None else _ignore
+    read = answered(answer) if answer is not None else _ignore
     headers = {"content-type": codec.JSON}
     return Call("POST", path, read, body=msgspec.json.encode(body), headers=headers, read_timeout_s=read_timeout_s)

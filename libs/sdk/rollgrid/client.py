@@ -18,6 +18,7 @@ from .errors import NotFound, RollgridAPIError, Unreachable
 from .following import GroupReader, Reader, T
 from .results import Group
 from .rewards import Post, PostReader, PostTarget, RewardsLike, group_of, post_body, run_body
+from .sessions import Sessions
 from .tasks import ScorerLike, TaskLike, score_body, submission
 from .transport import Call, Retries, SyncTransport
 from .weights import Weights
@@ -147,6 +148,7 @@ class Client:
     ) -> None:
         self._transport = SyncTransport(resolve(base_url, api_key), retries or Retries())
         self.weights = Weights(self._transport)
+        self.sessions = Sessions(self._transport)
 
     @property
     def base_url(self) -> str:

@@ -152,6 +152,18 @@ class GroupNotClosed(RollgridAPIError):
     """The group has not closed yet, so nothing can be posted onto its samples."""
 
 
+class SessionBusy(RollgridAPIError):
+    """Another turn of this branch is under way; a fork may go on beside it."""
+
+
+class SessionEnded(RollgridAPIError):
+    """The session was closed, failed or expired: no turn can follow."""
+
+
+class SessionLimit(RollgridAPIError):
+    """A cap on turns, tokens, branches or open sessions; `limit` names it.  A capped session can still be closed."""
+
+
 class Unauthenticated(RollgridAPIError):
     """No API key, or an unknown one."""
 
@@ -215,6 +227,9 @@ _BY_CODE: dict[str, type[RollgridAPIError]] = {
     "not_found": NotFound,
     "model_not_found": ModelNotFound,
     "group_open": GroupNotClosed,
+    "session_busy": SessionBusy,
+    "session_ended": SessionEnded,
+    "session_limit": SessionLimit,
     "version_unavailable": VersionUnavailable,
     "upload_incomplete": UploadIncomplete,
     "version_gone": VersionGone,

@@ -45,7 +45,7 @@ def scorer_body(scorer: ScorerLike) -> dict[str, Any]:
     return {"name": scorer.get("type"), **scorer}
 
 
-def _weights_body(weights: WeightConstraint | Mapping[str, Any] | None) -> dict[str, Any] | None:
+def weights_body(weights: WeightConstraint | Mapping[str, Any] | None) -> dict[str, Any] | None:
     """`{"min_version": 3}` and the like; None for the latest."""
     if isinstance(weights, WeightConstraint):
         return None if weights.rule is VersionRule.LATEST else {weights.rule.value: weights.value}
@@ -79,7 +79,7 @@ def submission(
         "deadline_s": deadline_s,
         "priority": priority,
         "metadata": None if metadata is None else dict(metadata),
-        "weights": _weights_body(weights),
+        "weights": weights_body(weights),
         "pin": True if pin else None,
         "on_refresh": on_refresh,
         "pace": None if pace is None else dict(pace),
@@ -108,7 +108,7 @@ def score_body(
     """The JSON body of a call of `score_tokens`.  Raises Unsendable."""
     lists = [ids.tolist() if isinstance(ids, (np.ndarray, PackedArray)) else ids for ids in token_ids]
     plain = [list(ids) if isinstance(ids, Sequence) else int(ids) for ids in lists]
-    optional = {"model": policy, "weights": _weights_body(weights), "top_logprobs": top_logprobs or None}
+    optional = {"model": policy, "weights": weights_body(weights), "top_logprobs": top_logprobs or None}
     given = {name: value for name, value in optional.items() if value is not None}
     return json_body({"token_ids": plain, "deadline_s": deadline_s, **given})
 

@@ -53,6 +53,7 @@ class Call(Generic[T]):
 
     A `pathlib.Path` as body is streamed from the file, opened anew for each attempt.  `sent` is told, in
     the thread that sends, how many bytes of such a body, or of a large one, have gone out in this attempt.
+    `also_retried` are codes of refusals that pass for this call, whatever their status.
     """
 
     method: str
@@ -63,6 +64,7 @@ class Call(Generic[T]):
     headers: Mapping[str, str] = dataclasses.field(default_factory=dict)
     read_timeout_s: float = 30.0
     sent: Callable[[int], None] | None = None
+    also_retried: frozenset[str] = frozenset()
 
 
 class Attempts:
@@ -86,11 +88,12 @@ class Attempts:
             read = min(read, remaining)
         return httpx2.Timeout(connect=min(10.0, read), read=read, write=30.0, pool=30.0)
 
-    def pause_after(self, failure: RollgridError) -> float:
+    def pause_after(self, failure: RollgridError, also_retried: frozenset[str] = frozenset()) -> float:
         """Seconds to wait before the next attempt; raises `failure` when there shall be none."""
         self.made += 1
         if isinstance(failure, RollgridAPIError):
-            if failure.status not in _RETRIED_STATUSES or not failure.retryable:
+            passing = failure.status in _RETRIED_STATUSES or failure.code in also_retried
+            if not passing or not failure.retryable:
                 raise failure
             asked = failure.retry_after_s
             if isinstance(failure, Paced):  # no trouble: training takes its time, and only the caller's own ends that
@@ -136,6 +139,10 @@ def _content_type(response: httpx2.Response) -> str:
     return response.headers.get("content-type", codec.JSON).split(";")[0].strip()
 
 
+def _refusal(response: httpx2.Response) -> RollgridAPIError:
+    return api_error(response.status_code, response.headers, response.content)
+
+
 def _no_answer(endpoint: Endpoint, error: httpx2.TransportError) -> Unreachable:
     return Unreachable(f"{endpoint.url}: {type(error).__name__} {error}".rstrip())
 
@@ -172,7 +179,7 @@ class SyncTransport:
             else:
                 if response.status_code < 400:
                     return call.parse(response.content, _content_type(response))
-                pause = attempts.pause_after(api_error(response.status_code, response.headers, response.content))
+                pause = attempts.pause_after(_refusal(response), call.also_retried)
             time.sleep(pause)
 
     def close(self) -> None:
@@ -205,7 +212,7 @@ class AsyncTransport:
             else:
                 if response.status_code < 400:
                     return call.parse(response.content, _content_type(response))
-                pause = attempts.pause_after(api_error(response.status_code, response.headers, response.content))
+                pause = attempts.pause_after(_refusal(response), call.also_retried)
             await asyncio.sleep(pause)
 
     async def close(self) -> None:
