@@ -34,6 +34,7 @@ from .openai_schema import (
     ScoreResponse,
     SpanAnswer,
     TokenLogprob,
+    TurnAnswer,
     Usage,
 )
 from .replies import Collected
@@ -218,20 +219,20 @@ def score_answer(top: bool, submission: Submission, accepted: Accepted, collecte
 
 
 def turn_fields(submission: Submission) -> dict[str, Any]:
-    """What a session's turn says of itself beside its answer; nothing of any other call.  See `TurnFields`."""
+    """What a session's turn says of itself beside its answer; nothing of any other call."""
     if submission.turn is None:
         return {}
     session = submission.turn.session
     node = session.node
-    found = {
-        "session": session.session,
-        "turn": session.turn,
-        "parent": node.parent,
-        "branch": node.branch,
-        "fork": None if node.fork is None else node.fork.value,
-        "fork_detail": node.fork_detail,
-    }
-    return {name: value for name, value in found.items() if value is not None}
+    found = TurnAnswer(
+        session=session.session,
+        turn=session.turn,
+        branch=node.branch,
+        parent=node.parent,
+        fork=None if node.fork is None else node.fork.value,
+        fork_detail=node.fork_detail,
+    )
+    return {"session": found}
 
 
 def spans_of(sample: Sample) -> list[SpanAnswer]:

@@ -194,15 +194,21 @@ class CompletionChoice(msgspec.Struct, kw_only=True, omit_defaults=True):
     weight_fingerprint: str | None = None
 
 
-class TurnFields(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Of a session's turn only: its number, the turn it goes on from (absent: the root), its branch, why it forked."""
+class TurnAnswer(msgspec.Struct, kw_only=True):
+    """Where a session's turn stands: `parent` is the turn it goes on behind (null: the root), `fork` why not the last one."""
 
-    session: str | None = None
-    turn: int | None = None
-    parent: int | None = None
-    branch: str | None = None
+    session: str
+    turn: int
+    branch: str
+    parent: int | None
     fork: str | None = None
     fork_detail: str | None = None
+
+
+class TurnFields(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Of a session's turn only."""
+
+    session: TurnAnswer | None = None
 
 
 class CompletionResponse(TurnFields, kw_only=True, omit_defaults=True):

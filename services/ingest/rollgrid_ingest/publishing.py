@@ -6,11 +6,12 @@ import asyncio
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+import msgspec
 from rollgrid_contracts import codec, subjects, topology
 from rollgrid_contracts.fleet import LaneOpened
 from rollgrid_contracts.jobs import SampleGroup
 from rollgrid_contracts.subjects import PoolLane
-from rollgrid_contracts.topology import Header
+from rollgrid_contracts.topology import Consumer, Header
 from rollgrid_runtime.bus import ATOMIC_BATCH_MIN, Bus, Outgoing
 from rollgrid_runtime.provision import ensure_consumer
 from rollgrid_runtime.telemetry import MAX_TRACED_GROUPS, unsampled
@@ -32,7 +33,7 @@ class PreparedJob(NamedTuple):
 class JobPublisher:
     def __init__(self, bus: Bus, timeout_s: float) -> None:
         self._bus, self._timeout_s = bus, timeout_s
-        self._lanes: set[PoolLane] = set()
+        self._lanes: set[str] = set()
         self._epoch = bus.connection_epoch
         self._batches = asyncio.Semaphore(CONCURRENT_BATCHES)
 
@@ -57,16 +58,29 @@ class JobPublisher:
         async with self._batches:
             return (await self._bus.publish_batch(items, timeout_s=self._timeout_s))[-1]
 
+    async def publish_turn(self, job: PreparedJob, lane: PoolLane, worker: str | None) -> int:
+        """Store one job, on the worker's lane or the pool's; its RG_JOBS sequence.  Raises as `publish`."""
+        if worker is None:
+            return await self.publish(lane, [job])
+        await self._ensure_consumer(topology.lane_consumer(worker))
+        subject = subjects.jobs_worker(worker)
+        ack = await self._bus.publish(
+            subject, job.payload, msg_id=job.msg_id, headers=job.headers, timeout_s=self._timeout_s
+        )
+        return ack.sequence
+
     async def _ensure(self, lane: PoolLane) -> None:
+        await self._ensure_consumer(topology.pool_consumer(lane))
+
+    async def _ensure_consumer(self, consumer: Consumer) -> None:
         """The lane's durable exists before its first job: nobody else would keep the job for samplers."""
         if self._epoch != self._bus.connection_epoch:
             self._epoch = self._bus.connection_epoch
             self._lanes.clear()
-        if lane not in self._lanes:
-            consumer = topology.pool_consumer(lane)
+        if consumer.durable not in self._lanes:
             await ensure_consumer(self._bus, consumer)
             await self._bus.publish_core(subjects.LANES_CONTROL, LaneOpened(durable=consumer.durable))
-            self._lanes.add(lane)
+            self._lanes.add(consumer.durable)
 
 
 def jobs_of(
@@ -87,47 +101,67 @@ def jobs_of(
     for position in positions:
         group, group_id = submission.groups[position], group_ids[position]
         trace = traceparent if position < MAX_TRACED_GROUPS else unsampled(traceparent)
+        whole = _job(submission, batch_id, group_id, position, now, trace)
         step = group.n if submission.pinned else max_shard
         shards = [range(start, min(start + step, group.n)) for start in range(0, group.n, step)]
         for shard, indexes in enumerate(shards):
-            job = SampleGroup(
-                tenant=submission.tenant,
-                run=submission.run,
-                batch_id=batch_id,
-                group_id=group_id,
-                position=position,
-                n=group.n,
-                indexes=tuple(indexes),
-                shard=shard,
-                shards=len(shards),
-                policy=submission.policy.policy,
-                model=submission.model,
-                pool=submission.policy.pool,
-                prompt_token_ids=group.prompt_token_ids,
-                prompt_text=group.prompt_text,
-                messages=group.messages,
-                sampling=group.sampling,
-                weights=submission.weights,
-                on_refresh=submission.on_refresh,
-                pinned=submission.pinned,
-                cache_salt=submission.cache_salt,
-                scorers=group.scorers,
-                task=group.task,
-                metadata=group.metadata,
-                parsing=group.parsing,
-                rights=submission.rights,
-                engagement_id=submission.engagement_id,
-                priority=submission.priority,
-                created_at=now,
-                deadline=now + group.deadline_s,
-                reply=submission.reply,
-                traceparent=trace,
-                record_format=submission.record_format,
-            )
-            headers = {Header.GROUP.value: group_id, Header.BATCH.value: batch_id}
-            if trace is not None:
-                headers[Header.TRACEPARENT.value] = trace
-            yield PreparedJob(codec.encode(job), headers, f"{group_id}.{shard}")
+            job = msgspec.structs.replace(whole, indexes=tuple(indexes), shard=shard, shards=len(shards))
+            yield _prepared(job, f"{group_id}.{shard}")
+
+
+def turn_job(submission: Submission, now: float, traceparent: str | None) -> PreparedJob:
+    """The job of a session's turn: one sample of its group.  The stream drops a second copy."""
+    place = submission.turn
+    assert place is not None
+    job = _job(submission, place.batch_id, place.group_id, 0, now, traceparent)
+    job = msgspec.structs.replace(job, n=place.n, indexes=(place.index,), session=place.session)
+    return _prepared(job, place.call_id)
+
+
+def _prepared(job: SampleGroup, msg_id: str) -> PreparedJob:
+    headers = {Header.GROUP.value: job.group_id, Header.BATCH.value: job.batch_id}
+    if job.traceparent is not None:
+        headers[Header.TRACEPARENT.value] = job.traceparent
+    return PreparedJob(codec.encode(job), headers, msg_id)
+
+
+def _job(
+    submission: Submission, batch_id: str, group_id: str, position: int, now: float, traceparent: str | None
+) -> SampleGroup:
+    """The job of all samples of the group at `position`."""
+    group = submission.groups[position]
+    return SampleGroup(
+        tenant=submission.tenant,
+        run=submission.run,
+        batch_id=batch_id,
+        group_id=group_id,
+        position=position,
+        n=group.n,
+        indexes=tuple(range(group.n)),
+        policy=submission.policy.policy,
+        model=submission.model,
+        pool=submission.policy.pool,
+        prompt_token_ids=group.prompt_token_ids,
+        prompt_text=group.prompt_text,
+        messages=group.messages,
+        sampling=group.sampling,
+        weights=submission.weights,
+        on_refresh=submission.on_refresh,
+        pinned=submission.pinned,
+        cache_salt=submission.cache_salt,
+        scorers=group.scorers,
+        task=group.task,
+        metadata=group.metadata,
+        parsing=group.parsing,
+        rights=submission.rights,
+        engagement_id=submission.engagement_id,
+        priority=submission.priority,
+        created_at=now,
+        deadline=now + group.deadline_s,
+        reply=submission.reply,
+        traceparent=traceparent,
+        record_format=submission.record_format,
+    )
 
 
 def lane_of(submission: Submission) -> PoolLane:

@@ -45,9 +45,15 @@ class SessionRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class SessionAnswer(msgspec.Struct, kw_only=True):
-    """201: the session is open.  `base_path` is the OpenAI base of its main branch; times are UNIX seconds."""
+    """201: the session is open; 200: it was opened before, `status` says whether it still is, `turns` how many it has.
+
+    `base_path` is the OpenAI base of its main branch.  Times are UNIX seconds.  The group's close lies behind `cursor`
+    in the run's trajectories.
+    """
 
     session: str
+    status: str
+    turns: int
     run: str
     group_id: str
     batch_id: str
@@ -58,15 +64,18 @@ class SessionAnswer(msgspec.Struct, kw_only=True):
     base_path: str
     expires_at: float
     deadline: float
+    cursor: int
 
 
 class ForkRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """`POST /v1/sessions/{session}/fork`.  `from` is a turn, or null for the root; absent: the head of `branch` (main).
+    """`POST /v1/sessions/{session}/fork`.  `from_turn` (or `from`) is a turn, or null for the root; absent: the last of
+    `branch` (absent: main).
 
-    `reason`: requested, best_of_n, explore, retry, sub_agent or compaction.  `name` of the new branch, absent: one is made.
+    `reason`: requested, best_of_n, explore, retry, sub_agent or compaction.  `name` of the new branch; absent: one is made.
     """
 
-    from_: int | None | msgspec.UnsetType = msgspec.field(default=msgspec.UNSET, name="from")
+    from_turn: int | msgspec.UnsetType | None = msgspec.UNSET
+    from_: int | msgspec.UnsetType | None = msgspec.field(default=msgspec.UNSET, name="from")
     branch: str | None = None
     name: str | None = None
     reason: str | None = None
@@ -254,4 +263,4 @@ class GenerateTurnRequest(GenerateRequest, kw_only=True):
     observation_token_ids: list[int] | None = None
     approvals: list[dict[str, Any]] | None = None
     deliverables: list[dict[str, Any]] | None = None
-    token_ids: list[int] = []
+    token_ids: list[int] = msgspec.field(default_factory=list)

@@ -44,7 +44,7 @@ class Translator(OpenAITranslator):
         if not request.tasks:
             raise invalid("tasks is empty", "tasks")
         at_most(len(request.tasks), "tasks", "max_groups", self._limits.max_groups)
-        prompts = await self._prompts.of_tasks(request.tasks, policy)
+        prompts = await self.prompts.of_tasks(request.tasks, policy)
         groups = self._task_groups(request, prompts, policy, caller.tenant)
         return Submission(
             tenant=caller.tenant,

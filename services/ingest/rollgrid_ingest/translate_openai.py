@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -30,7 +30,7 @@ from .scorers import Scorers
 from .settings import Limits
 from .submission import Caller, GroupSpec, Submission
 from .terms import bounded_text, on_refresh, payload, rights_of, weight_constraint, weights_field
-from .tools import parsing_spec, plan_tools
+from .tools import ToolPlan, parsing_spec, plan_tools
 from .wire import at_most, invalid, over_limit, unsupported
 
 MAX_CACHE_SALT_CHARS = 1024
@@ -49,21 +49,33 @@ class Interactive(Protocol):
     deadline_s: float | None
 
 
+Prompting = Callable[[PolicyState, ToolPlan, dict[str, Any]], Awaitable[Prompt]]
+"""How a session's turn comes by its prompt, given the policy, the tools and the template's variables."""
+
+
 class OpenAITranslator:
-    """One method per door.  Each raises RollgridError naming field and limit."""
+    """One method per door.  Each raises RollgridError naming field and limit.
+
+    `prompted` gives the prompt of a session's turn in the stead of what the request alone would make.
+    """
 
     def __init__(
         self, catalog: Catalog, threads: RenderThreads, limits: Limits, scorers: Scorers, *, default_run: str
     ) -> None:
         self._catalog, self._limits = catalog, limits
-        self._prompts = Prompts(catalog, threads, limits)
+        self.prompts = Prompts(catalog, threads, limits)
         self._scorers, self._default_run = scorers, default_run
 
-    async def completion(self, request: CompletionRequest, caller: Caller) -> Submission:
+    async def completion(
+        self, request: CompletionRequest, caller: Caller, prompted: Prompting | None = None
+    ) -> Submission:
         request.refuse(COMPLETION_NEUTRAL)
         _check_stream(request.stream, request.stream_options, request.prompt_logprobs)
         policy, pinned = self._catalog.resolve(caller.tenant, request.model)
-        prompts = await self._prompts.of_completion(request, policy)
+        if prompted is not None:
+            prompts = [await prompted(policy, ToolPlan(), {})]
+        else:
+            prompts = await self.prompts.of_completion(request, policy)
         own = Overrides(request.max_tokens, "max_tokens", request.logprobs, "logprobs", _echoed_logprobs(request))
         sampling = self._interactive_sampling(request, "", prompts, policy, own)
         # an echo with logprobs begins with what only the record has
@@ -71,13 +83,16 @@ class OpenAITranslator:
         groups = self._groups(request, prompts, sampling, n=self._n(request.n, "n"))
         return self._interactive(request, caller, policy, pinned, groups, reply)
 
-    async def chat(self, request: ChatRequest, caller: Caller) -> Submission:
+    async def chat(self, request: ChatRequest, caller: Caller, prompted: Prompting | None = None) -> Submission:
         request.refuse(CHAT_NEUTRAL)
         _check_stream(request.stream, request.stream_options, request.prompt_logprobs)
         policy, pinned = self._catalog.resolve(caller.tenant, request.model)
         plan = plan_tools(request.tools, request.tool_choice, request.parallel_tool_calls, policy, self._limits)
         variables = self._template_variables(request)
-        prompt = await self._prompts.of_chat(request, plan.tools, variables, policy)
+        if prompted is not None:
+            prompt = await prompted(policy, plan, variables)
+        else:
+            prompt = await self.prompts.of_chat(request, plan.tools, variables, policy)
         (params,) = self._interactive_sampling(
             request, "", [prompt], policy, _chat_overrides(request), prompt_field="messages"
         )
@@ -102,7 +117,7 @@ class OpenAITranslator:
             raise invalid(f"reasoning_effort {effort[:80]!r} is unknown", "reasoning_effort", limit=", ".join(EFFORTS))
         return {"reasoning_effort": effort, "enable_thinking": effort != "none", **found}
 
-    async def generate(self, request: GenerateRequest, caller: Caller) -> Submission:
+    async def generate(self, request: GenerateRequest, caller: Caller, prompted: Prompting | None = None) -> Submission:
         request.refuse(GENERATE_NEUTRAL)
         fields, prefix = request.sampling_params, "sampling_params."
         _check_stream(request.stream, request.stream_options, fields.prompt_logprobs, prefix)
@@ -112,7 +127,10 @@ class OpenAITranslator:
             raise invalid("sampling_params.max_tokens is required", "sampling_params.max_tokens")
         if request.n is not None and fields.n is not None and request.n != fields.n:
             raise invalid("n and sampling_params.n differ", "n")
-        prompt = Prompt(token_ids(request.token_ids, "token_ids", policy))
+        if prompted is not None:
+            prompt = await prompted(policy, ToolPlan(), {})
+        else:
+            prompt = Prompt(token_ids(request.token_ids, "token_ids", policy))
         n = self._n(request.n if request.n is not None else fields.n, "n" if request.n is not None else f"{prefix}n")
         sampling = self._interactive_sampling(fields, prefix, [prompt], policy, None, prompt_field="token_ids")
         groups = self._groups(request, [prompt], sampling, n=n)
@@ -123,7 +141,7 @@ class OpenAITranslator:
     async def score(self, request: ScoreRequest, caller: Caller) -> Submission:
         """Jobs that sample nothing: only the logprobs of their prompts are wanted."""
         policy, pinned = self._catalog.resolve(caller.tenant, request.model)
-        prompts = await self._prompts.of_score(request, policy)
+        prompts = await self.prompts.of_score(request, policy)
         top = 0 if request.top_logprobs is None else request.top_logprobs
         if not 0 <= top <= self._limits.max_logprobs:
             raise over_limit("top_logprobs", top, f"max_logprobs={self._limits.max_logprobs}")
