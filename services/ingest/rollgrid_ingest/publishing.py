@@ -8,14 +8,13 @@ from typing import NamedTuple
 
 import msgspec
 from rollgrid_contracts import codec, subjects, topology
-from rollgrid_contracts.fleet import LaneOpened
 from rollgrid_contracts.jobs import SampleGroup
 from rollgrid_contracts.subjects import PoolLane
-from rollgrid_contracts.topology import Consumer, Header
+from rollgrid_contracts.topology import Header
 from rollgrid_runtime.bus import ATOMIC_BATCH_MIN, Bus, Outgoing
-from rollgrid_runtime.provision import ensure_consumer
 from rollgrid_runtime.telemetry import MAX_TRACED_GROUPS, unsampled
 
+from .durables import Durables
 from .submission import Submission
 
 CONCURRENT_BATCHES = 8
@@ -33,8 +32,7 @@ class PreparedJob(NamedTuple):
 class JobPublisher:
     def __init__(self, bus: Bus, timeout_s: float) -> None:
         self._bus, self._timeout_s = bus, timeout_s
-        self._lanes: set[str] = set()
-        self._epoch = bus.connection_epoch
+        self._durables = Durables(bus)
         self._batches = asyncio.Semaphore(CONCURRENT_BATCHES)
 
     async def publish(self, lane: PoolLane, jobs: Sequence[PreparedJob]) -> int:
@@ -44,7 +42,7 @@ class JobPublisher:
         """
         if not jobs:
             return 0
-        await self._ensure(lane)
+        await self._durables.ensure(topology.pool_consumer(lane))
         subject = subjects.jobs_pool(lane.pool, lane.priority, lane.tenant)
         if len(jobs) < ATOMIC_BATCH_MIN:
             last = 0
@@ -58,29 +56,12 @@ class JobPublisher:
         async with self._batches:
             return (await self._bus.publish_batch(items, timeout_s=self._timeout_s))[-1]
 
-    async def publish_turn(self, job: PreparedJob, lane: PoolLane, worker: str | None) -> int:
-        """Store one job, on the worker's lane or the pool's; its RG_JOBS sequence.  Raises as `publish`."""
-        if worker is None:
-            return await self.publish(lane, [job])
-        await self._ensure_consumer(topology.lane_consumer(worker))
-        subject = subjects.jobs_worker(worker)
+    async def publish_turn(self, subject: str, job: PreparedJob) -> int:
+        """Store one job on a subject whose durable exists; its RG_JOBS sequence.  Raises as `publish`."""
         ack = await self._bus.publish(
             subject, job.payload, msg_id=job.msg_id, headers=job.headers, timeout_s=self._timeout_s
         )
         return ack.sequence
-
-    async def _ensure(self, lane: PoolLane) -> None:
-        await self._ensure_consumer(topology.pool_consumer(lane))
-
-    async def _ensure_consumer(self, consumer: Consumer) -> None:
-        """The lane's durable exists before its first job: nobody else would keep the job for samplers."""
-        if self._epoch != self._bus.connection_epoch:
-            self._epoch = self._bus.connection_epoch
-            self._lanes.clear()
-        if consumer.durable not in self._lanes:
-            await ensure_consumer(self._bus, consumer)
-            await self._bus.publish_core(subjects.LANES_CONTROL, LaneOpened(durable=consumer.durable))
-            self._lanes.add(consumer.durable)
 
 
 def jobs_of(
