@@ -43,3 +43,8 @@ WAITING = Gauge("rollgrid_ingest_waiting_replies", "Interactive groups waiting f
 REPLIES = Counter("rollgrid_ingest_replies_total", "Interactive groups answered", ["source"])
 """`source`: reply (core NATS) or record (read back through the ledger)."""
 FRAMES_DROPPED = Counter("rollgrid_ingest_frames_dropped_total", "Token frames over a slow client's bound")
+PLACED = Counter("rollgrid_ingest_turns_placed_total", "Turns by how their worker was found", ["how"])
+"""`how`: kept, moved, new (bindings), hash (Redis away), pool (no ready worker)."""
+REBINDS = Counter("rollgrid_ingest_sessions_moved_total", "Bindings of sessions broken", ["cause"])
+BOUND = Gauge("rollgrid_ingest_sessions_bound", "Sessions bound to live workers")
+BOUND_MOST = Gauge("rollgrid_ingest_sessions_bound_most", "Sessions bound to the worker that has most of them")

@@ -86,6 +86,12 @@ class IngestSettings(Limits):
     reply_grace_s: float = Field(default=10.0, ge=0, description="wait for the ledger's verdict after a deadline")
     max_upload_bytes: int = Field(default=64 * 1024 * MIB, ge=1, description="one file of a checkpoint version")
     upload_ttl_s: float = Field(default=6 * 3600.0, gt=0, description="an upload that is not committed by then is gone")
+    affinity_factor: float = Field(
+        default=1.25, ge=1, description="a worker is bound at most so many times its share of the sessions"
+    )
+    affinity_saturation: float = Field(
+        default=1.0, gt=0, description="a worker where so many samples wait for each slot loses sessions to idle ones"
+    )
     header_run: str = Field(default="interactive", description="run of OpenAI calls without an X-Rollgrid-Run header")
 
     @property
