@@ -60,6 +60,11 @@ def samples_todo(todo: ScorerKind) -> str:
     return f"rg.{PARTITION}.samples.{todo.value}.>"
 
 
+def samples_of(tenant: str, session: str) -> str:
+    """Filter: the events of one session, whoever must act on them."""
+    return f"rg.{PARTITION}.samples.*.{tenant}.{session}"
+
+
 def trajectories(tenant: str, run: str) -> str:
     return f"rg.{PARTITION}.trajectories.{tenant}.{run}"
 

@@ -1,14 +1,29 @@
-"""Redis / Valkey: affinity and episode state.  A cache of the streams, never their rival."""
+"""Redis / Valkey: affinity and episode state.  A cache of the streams, never their rival.
+
+Whatever changes state is a Lua script: one step for everybody, and safe to run twice, because an answer that
+was lost is asked for again.
+"""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
 import redis.asyncio as redis
+from redis.asyncio.retry import Retry
+from redis.backoff import ConstantBackoff
 from redis.exceptions import RedisError
 from rollgrid_contracts import keys
 from rollgrid_contracts.failures import Boundary, ErrorCode
 
 from .errors import RollgridError
 from .settings import RedisSettings
+
+ANSWER_S = 2.0
+"""One call waits so long for Redis, reconnecting included."""
+
+Argument = str | bytes | int | float
 
 
 class StateError(RollgridError):
@@ -18,24 +33,45 @@ class StateError(RollgridError):
         super().__init__(ErrorCode.STORAGE_ERROR, message, boundary=Boundary.STORAGE, retry_after_s=1.0)
 
 
+class Script:
+    """A Lua script.  Its keys share one hash tag; it may be run again when its answer did not come."""
+
+    def __init__(self, state: State, source: str) -> None:
+        self._state = state
+        self._script: Any = state.client.register_script(source)
+
+    async def __call__(self, names: Sequence[str], *arguments: Argument) -> Any:
+        """What the script returned (bytes, int, list or None); raises StateError within `ANSWER_S`."""
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                return await self._script(keys=list(names), args=list(arguments))
+        except (RedisError, OSError, TimeoutError) as error:
+            raise StateError(f"Redis: {error!r}") from error
+
+
 class State:
     def __init__(self, settings: RedisSettings) -> None:
-        self._redis: redis.Redis = redis.Redis.from_url(
+        self.client: redis.Redis = redis.Redis.from_url(
             settings.url.get_secret_value(),
             socket_timeout=2,
             socket_connect_timeout=2,
             health_check_interval=15,
             max_connections=64,
+            retry=Retry(ConstantBackoff(0.05), 2),
         )
+
+    def script(self, source: str) -> Script:
+        """A script to call by its digest; the server is given its text when it does not know it."""
+        return Script(self, source)
 
     async def probe(self, service: str) -> None:
         """A real write and read; raises StateError."""
         try:
-            await self._redis.set(keys.probe(service), service, ex=30)
-            if await self._redis.get(keys.probe(service)) != service.encode():
+            await self.client.set(keys.probe(service), service, ex=30)
+            if await self.client.get(keys.probe(service)) != service.encode():
                 raise StateError("Redis probe read back another value")
         except RedisError as error:
             raise StateError(f"Redis: {error}") from error
 
     async def close(self) -> None:
-        await self._redis.aclose()
+        await self.client.aclose()
