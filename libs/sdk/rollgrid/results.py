@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from rollgrid_contracts import codec
 from rollgrid_contracts.arrays import Floats, TokenIds
+from rollgrid_contracts.episodes import TurnNode
 from rollgrid_contracts.failures import ErrorInfo
 from rollgrid_contracts.jobs import VersionSpan
 from rollgrid_contracts.samples import FinishReason, SampleStatus
@@ -21,9 +22,13 @@ from rollgrid_contracts.trajectories import CloseReason, Entry, GroupClosed
 
 if TYPE_CHECKING:
     from .answers import StandingReward
+    from .paths import Path
 
 Ids = npt.NDArray[np.uint32]
 Logprobs = npt.NDArray[np.float32]
+
+
+_NO_IDS = TokenIds()
 
 
 def _ids(packed: TokenIds) -> Ids:
@@ -41,13 +46,14 @@ class Sample:
     never 0.  `spans` say which checkpoint version computed which tokens.
     """
 
-    __slots__ = ("__dict__", "cursor", "entry", "group_id")
+    __slots__ = ("__dict__", "cursor", "entry", "group_id", "prompt")
 
-    def __init__(self, entry: Entry, group_id: str = "", cursor: int = 0) -> None:
-        """`group_id` and `cursor` are those of the group it belongs to."""
+    def __init__(self, entry: Entry, group_id: str = "", cursor: int = 0, prompt: TokenIds = _NO_IDS) -> None:
+        """`group_id`, `cursor` and `prompt` are those of the group it belongs to."""
         self.entry = entry
         self.group_id = group_id
         self.cursor = cursor
+        self.prompt = prompt
 
     @property
     def record(self) -> SampleRecord:
@@ -142,11 +148,60 @@ class Sample:
     def error(self) -> ErrorInfo | None:
         return self.entry.sample.error
 
+    @property
+    def session(self) -> str | None:
+        """The session that played it; None: it is a single generation."""
+        return self.entry.session
+
+    @functools.cached_property
+    def turns(self) -> tuple[SampledTurn, ...]:
+        """Its turns in the order of their numbers, all branches; none where it is a single generation."""
+        return tuple(SampledTurn(self.entry, turn, self.group_id, self.cursor) for turn in self.entry.turns)
+
+    def paths(self) -> tuple[Path, ...]:
+        """Root→leaf paths of its tree, by their leaf's turn; a single generation is one.
+
+        Turns that paths share are in each; `Path.first` says in which one they are trained.
+        """
+        from .paths import paths_of
+
+        return paths_of(self.entry, self.prompt)
+
     def __len__(self) -> int:
         return len(self.entry.sample.token_ids)
 
     def __repr__(self) -> str:
         return f"Sample(index={self.index}, status={self.status.value}, tokens={len(self)}, reward={self.reward})"
+
+
+class SampledTurn(Sample):
+    """One turn of a sample that was played in a session; `reward` is the turn's own, as it was given at the close."""
+
+    def __init__(self, episode: Entry, turn: SampleRecord, group_id: str, cursor: int) -> None:
+        super().__init__(Entry(sample=turn, reward=episode.turn_rewards.get(turn.turn)), group_id, cursor)
+
+    @property
+    def number(self) -> int:
+        """Counted over the whole session, all branches."""
+        return self.record.turn
+
+    @property
+    def node(self) -> TurnNode:
+        """Its place in the tree: parent, branch, why it forked, and the messages that the caller added."""
+        return self.record.node or TurnNode()
+
+    @functools.cached_property
+    def observation_ids(self) -> Ids:
+        """What the caller added before it, shape (tokens,), dtype uint32."""
+        return _ids(self.node.observation)
+
+    @property
+    def tool_calls(self) -> tuple[dict[str, Any], ...]:
+        """As the sampler's parser read them."""
+        return () if self.record.parsed is None else self.record.parsed.tool_calls
+
+    def __repr__(self) -> str:
+        return f"SampledTurn({self.number}, branch={self.node.branch!r}, tokens={len(self)}, reward={self.reward})"
 
 
 class Group:
@@ -209,12 +264,18 @@ class Group:
 
     @functools.cached_property
     def samples(self) -> tuple[Sample, ...]:
-        return tuple(Sample(entry, self.id, self.cursor) for entry in self.closed.entries)
+        prompt = self.closed.prompt_token_ids
+        return tuple(Sample(entry, self.id, self.cursor, prompt) for entry in self.closed.entries)
 
     @property
     def rewards(self) -> npt.NDArray[np.float64]:
         """Rewards by index, shape (n,); NaN where there is none."""
         return np.array([math.nan if e.reward is None else e.reward for e in self.closed.entries], dtype=np.float64)
+
+    @property
+    def label(self) -> str | None:
+        """The caller's own name of a group of sessions."""
+        return self.closed.label
 
     @property
     def task(self) -> dict[str, Any]:
