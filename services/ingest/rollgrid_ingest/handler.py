@@ -28,7 +28,7 @@ from .idempotency import Claim, Idempotency
 from .ledger_client import LedgerClient
 from .pacing import PATIENCE_S, Pacing
 from .pins import Pins
-from .publishing import JobPublisher, jobs_of, lane_of
+from .publishing import JobPublisher, jobs_of, lane_of, turn_job
 from .settings import Limits
 from .submission import Accepted, Submission
 
@@ -129,6 +129,30 @@ class Handler:
             fresh=fresh,
             job_seq=job_seq,
         )
+
+    async def check_turn(self, submission: Submission, until: float) -> None:
+        """Before a session's turn begins: its versions can be had, and a pinned one is kept until `until` (UNIX).
+
+        Raises as `submit`.
+        """
+        await self._availability.check(submission)
+        await self._pins.hold_turn(submission, until)
+
+    async def store_turn(self, submission: Submission, subject: str, now: float) -> int:
+        """Store the job of a session's turn on `subject`; its RG_JOBS sequence.  Raises QueueFull, BusError, queue_full."""
+        place = submission.turn
+        assert place is not None
+        with (
+            bound(tenant=submission.tenant, run=submission.run, session=place.session.session),
+            _span(submission, place.batch_id, [place.group_id], 1) as span,
+            metrics.STORE_SECONDS.time(),
+        ):
+            job = turn_job(submission, now, span.traceparent)
+            await self._share.check(submission.tenant, len(job.payload))
+            sequence = await self._publisher.publish_turn(subject, job)
+            span.set(sequence=sequence)
+        metrics.SAMPLES.labels(submission.priority.value).inc()
+        return sequence
 
     def known(self, tenant: str, batch_id: str) -> KnownBatch | None:
         """The batch, if this process accepted it for `tenant`."""

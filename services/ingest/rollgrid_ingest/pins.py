@@ -8,6 +8,8 @@ closed, or its time has passed.
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 from rollgrid_contracts import ids
 from rollgrid_contracts.checkpoints import Pin, PolicyState, pin_key
 from rollgrid_contracts.jobs import VersionRule
@@ -23,34 +25,54 @@ from .submission import Submission
 log = get_logger(__name__)
 MARGIN_S = 120.0
 """Behind the last deadline: the ledger may close a while after it."""
+REMEMBERED_PINS = 50_000
 
 
 class Pins:
     def __init__(self, bus: Bus) -> None:
         self._table: Table[Pin] = Table(bus, PINS, Pin)
         self._policies: Table[PolicyState] = Table(bus, POLICIES, PolicyState)
+        self._held: OrderedDict[str, None] = OrderedDict()
 
     async def hold(self, submission: Submission, batch_id: str, deadline: float) -> None:
         """One write for a batch that asks for an exact version, none for others.  Raises version_gone, BusError."""
+        await self._hold(submission, batch_id, batch_id, deadline)
+
+    async def hold_turn(self, submission: Submission, until: float) -> None:
+        """As `hold`, for a turn: its session needs the version until `until`, or until its group has closed.
+
+        One write per session, whose holder is the session."""
+        place = submission.turn
+        if place is None or submission.weights.rule is not VersionRule.EXACT:
+            return
+        key = _key(submission, place.session.session)
+        if key in self._held:
+            return
+        await self._hold(submission, place.session.session, place.batch_id, until)
+        self._held[key] = None
+        while len(self._held) > REMEMBERED_PINS:
+            self._held.popitem(last=False)
+
+    async def _hold(self, submission: Submission, holder: str, batch_id: str, deadline: float) -> None:
         asked, policy = submission.weights, submission.policy
         if asked.rule is not VersionRule.EXACT:
             return
         pin = Pin(until=deadline + MARGIN_S, batch_id=batch_id, tenant=submission.tenant)
-        await self._table.put(_key(submission, batch_id), pin)
+        await self._table.put(_key(submission, holder), pin)
         found = await self._policies.get(ids.policy_key(policy.tenant, policy.policy))
         if found is not None and is_collected(found.value, asked.value):
-            await self.drop(submission, batch_id)
+            await self.drop(submission, holder)
             raise gone(found.value, asked.value, submission.weights_field)
 
-    async def drop(self, submission: Submission, batch_id: str) -> None:
+    async def drop(self, submission: Submission, holder: str) -> None:
         """The batch was given up; without this the pin ends by itself."""
         if submission.weights.rule is VersionRule.EXACT:
             try:
-                await self._table.delete(_key(submission, batch_id))
+                await self._table.delete(_key(submission, holder))
             except BusError as error:
-                log.info("pin_not_dropped", batch=batch_id, error=error.message)
+                log.info("pin_not_dropped", holder=holder, error=error.message)
 
 
-def _key(submission: Submission, batch_id: str) -> str:
+def _key(submission: Submission, holder: str) -> str:
     policy = submission.policy
-    return pin_key(policy.tenant, policy.policy, submission.weights.value, batch_id)
+    return pin_key(policy.tenant, policy.policy, submission.weights.value, holder)

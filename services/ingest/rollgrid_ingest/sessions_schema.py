@@ -222,6 +222,7 @@ class SessionState(msgspec.Struct, kw_only=True, omit_defaults=True):
     max_tokens: int
     metadata: dict[str, Any]
     opened_at: float
+    expires_at: float
     worker: str | None
     turns: int
     tokens: int
