@@ -31,7 +31,7 @@ class HeldJobs:
         self._ack_subjects: dict[int, str] = {}
         self._acks: list[int] = []
         self._deletes: list[int] = []
-        self._aborts: list[str] = []
+        self._aborts: list[CancelWork] = []
         self._wake = asyncio.Event()
         self.letting_go = 0
 
@@ -44,8 +44,9 @@ class HeldJobs:
     def settle(self, decision: Settle) -> None:
         self._acks += decision.ack
         self._deletes += decision.delete
-        if decision.abort is not None:
-            self._aborts.append(decision.abort)
+        if decision.abort is not None or decision.turns:
+            groups = () if decision.abort is None else (decision.abort,)
+            self._aborts.append(CancelWork(group_ids=groups, turns=decision.turns))
         self._wake.set()
 
     async def run(self) -> None:
@@ -62,7 +63,7 @@ class HeldJobs:
                         await self._bus.publish_raw(subject, b"+ACK")
                 self.letting_go += len(deletes)
                 for start in range(0, len(aborts), ABORTS_PER_MESSAGE):
-                    command = CancelWork(group_ids=tuple(aborts[start : start + ABORTS_PER_MESSAGE]))
+                    command = _joined(aborts[start : start + ABORTS_PER_MESSAGE])
                     await self._bus.publish_core(subjects.worker_control(subjects.EVERY_WORKER), command)
                 for seq in deletes:
                     await gate.acquire()
@@ -81,3 +82,8 @@ class HeldJobs:
             self._ack_subjects.pop(seq, None)
             self.letting_go -= 1
             gate.release()
+
+
+def _joined(aborts: list[CancelWork]) -> CancelWork:
+    groups = tuple(group for abort in aborts for group in abort.group_ids)
+    return CancelWork(group_ids=groups, turns=tuple(turn for abort in aborts for turn in abort.turns))

@@ -15,16 +15,18 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from rollgrid_contracts.episodes import SessionEnded, SessionForked
-from rollgrid_contracts.jobs import Job, SampleGroup
+from rollgrid_contracts import ids
+from rollgrid_contracts.episodes import SessionEnded, SessionForked, SessionOpened
+from rollgrid_contracts.jobs import Job, OpenEpisode, SampleGroup
 from rollgrid_contracts.samples import GroupsCancelled, SamplesFinished, SampleStatus
 from rollgrid_contracts.scoring import SamplesScored
 from rollgrid_contracts.trajectories import CloseReason, GroupClosed, Superseded
 
 from .closed_index import ClosedIndex, ClosedRead, has_missing
 from .open_group import Ending, OpenGroup
+from .open_sessions import OpenSessions, calls_of, seqs_of
 
-Event = SamplesFinished | SamplesScored | GroupsCancelled | SessionForked | SessionEnded
+Event = SamplesFinished | SamplesScored | GroupsCancelled | SessionOpened | SessionForked | SessionEnded
 
 Unmet = Callable[[SampleGroup], str | None]
 """Why no worker may serve a job, None where one may or nobody can tell."""
@@ -63,11 +65,15 @@ class Close(NamedTuple):
 
 
 class Settle(NamedTuple):
-    """Let go of jobs: acknowledge `ack`, delete `delete` from the stream, tell workers to abort `abort`."""
+    """Let go of jobs: acknowledge `ack`, delete `delete` from the stream, tell workers to abort `abort`.
+
+    `turns` are turns of sessions to abort, by the name that workers know them by.
+    """
 
     ack: tuple[int, ...] = ()
     delete: tuple[int, ...] = ()
     abort: str | None = None
+    turns: tuple[str, ...] = ()
 
 
 Decision = Close | Settle
@@ -104,7 +110,13 @@ class Ledger:
         """A job was read from RG_JOBS (in stream order; again after a take-over)."""
         decisions: list[Decision] = []
         closed = self.index.groups.get(job.group_id)
-        if closed is not None:
+        if isinstance(job, SampleGroup) and is_turn(job):
+            group = self.open.get(job.group_id)
+            if isinstance(group, OpenSessions) and not group.is_over(job):
+                group.hold(seq, job)
+            else:  # nobody waits for it, and no group of its own may come of it
+                decisions.append(Settle(delete=(seq,), turns=(job.call_id,)))
+        elif closed is not None:
             # The workers' copy of a job that came after its close must not start; one that a power
             # cut brought back is theirs to acknowledge.
             delete = self.live or has_missing(closed.counts)
@@ -172,12 +184,12 @@ class Ledger:
         self._refused.pop(read.group_id, None)
         if group is None:
             return []
-        held = tuple(group.jobs)
-        turns = tuple(seq for seqs in group.turn_jobs.values() for seq in seqs)
+        turns = list(group.turn_jobs.values()) if isinstance(group, OpenSessions) else []
         if has_missing(read.counts):
-            return [Settle(delete=held + turns, abort=read.group_id)]
+            deleted = (*group.jobs, *seqs_of(turns))
+            return [Settle(delete=deleted, abort=read.group_id, turns=calls_of(turns))]
         first, extra = _split_copies(group.jobs)
-        return [Settle(ack=first, delete=extra + turns)]
+        return [Settle(ack=first, delete=extra + seqs_of(turns), turns=calls_of(turns))]
 
     # -- what others ask ----------------------------------------------------------------------
 
@@ -215,16 +227,15 @@ class Ledger:
 
     def held(self) -> int:
         """Messages of RG_JOBS that open groups hold."""
-        return sum(
-            len(group.jobs) + sum(len(seqs) for seqs in group.turn_jobs.values()) for group in self.open.values()
-        )
+        return sum(group.held for group in self.open.values())
 
     # -- the fold -----------------------------------------------------------------------------
 
     def _group_of(self, job: Job) -> OpenGroup:
         group = self.open.get(job.group_id)
         if group is None:
-            group = self._open(OpenGroup(source=job, deadline=job.deadline))
+            kind = OpenSessions if isinstance(job, OpenEpisode) else OpenGroup
+            group = self._open(kind(source=job, deadline=job.deadline))
             heapq.heappush(self._deadlines, (job.deadline, job.group_id))
             if len(self._deadlines) > 2 * len(self.open) + ENDED_TIMERS:
                 self._forget_ended_timers()
@@ -271,40 +282,45 @@ class Ledger:
         self,
         group: OpenGroup,
         seq: int,
-        event: SamplesFinished | SamplesScored | SessionForked | SessionEnded,
+        event: SamplesFinished | SamplesScored | SessionOpened | SessionForked | SessionEnded,
         now: float,
     ) -> list[Decision]:
         decisions: list[Decision] = []
-        if isinstance(event, SamplesFinished | SamplesScored):
-            group.cause = event.traceparent or group.cause
+        group.cause = event.traceparent or group.cause if not isinstance(event, SessionForked) else group.cause
         match event:
             case SamplesFinished():
                 for sample in event.samples:
                     why = group.finish(seq, event, sample)
                     if why is not None:
                         self._supersede(seq, event, sample.index, sample.turn, sample.attempt, why)
-                    elif not group.is_episode:
+                    elif not isinstance(group, OpenSessions):
                         self.index.finished(group.source.batch_id)
-                if group.is_episode and (done := group.folded_turns(event)):
-                    decisions.append(Settle(ack=done))
+                if isinstance(group, OpenSessions):
+                    decisions += _settled_by(group, event)
             case SamplesScored():
                 for result in event.results:
                     why = group.score(event.finished_seq, result)
                     if why is not None:
                         self._supersede(seq, event, result.index, result.turn, result.attempt, why)
-            case SessionForked():
-                group.touch(seq)
-            case SessionEnded():
-                if not group.is_episode or event.index in group.ended or not 0 <= event.index < group.n:
-                    self._supersede(seq, event, event.index, 0, 1, "no such open session")
-                else:
-                    group.ended[event.index] = event
-                    group.touch(seq)
-                    self.index.finished(group.source.batch_id)
+            case _:
+                decisions += self._fold_session(group, seq, event)
         if group.is_complete():
             refused = isinstance(group.source, SamplesFinished)
             decisions.append(self._close(group, CloseReason.REJECTED if refused else CloseReason.COMPLETE, now))
         return decisions
+
+    def _fold_session(
+        self, group: OpenGroup, seq: int, event: SessionOpened | SessionForked | SessionEnded
+    ) -> list[Decision]:
+        before = group.finished
+        why = group.tell(seq, event.index, event) if isinstance(group, OpenSessions) else "no group of sessions"
+        if why is not None:
+            self.superseded[why] += 1
+        if not isinstance(group, OpenSessions) or group.finished == before:
+            return []
+        self.index.finished(group.source.batch_id)
+        left = group.orphans()
+        return [Settle(delete=seqs_of(left), turns=calls_of(left))] if left else []
 
     def _cancel(self, seq: int, event: GroupsCancelled, now: float) -> list[Decision]:
         """End what was published up to the cancel's `job_seq` (0 = whatever is open): later jobs are a new wish."""
@@ -354,7 +370,7 @@ class Ledger:
     def _supersede(
         self,
         seq: int,
-        event: SamplesFinished | SamplesScored | SessionForked | SessionEnded,
+        event: SamplesFinished | SamplesScored,
         index: int,
         turn: int,
         attempt: int,
@@ -376,6 +392,21 @@ class Ledger:
                 why=why,
             )
         )
+
+
+def is_turn(job: SampleGroup) -> bool:
+    """Whether the job generates a turn of an episode; a session id of the caller's own only says where it should run."""
+    if job.session is None:
+        return False
+    return any(job.session.session == ids.session_id(job.group_id, index) for index in job.indexes)
+
+
+def _settled_by(group: OpenSessions, event: SamplesFinished) -> list[Decision]:
+    """The turn's own job is done; copies of it need not start any more."""
+    own, copies = group.settled_by(event)
+    if not own and not copies:
+        return []
+    return [Settle(ack=own, delete=seqs_of(copies), turns=calls_of(copies))]
 
 
 def _split_copies(jobs: dict[int, tuple[int, ...]]) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -1,4 +1,7 @@
-"""One open group: what has been folded of it so far, and the `GroupClosed` it ends in.  Pure."""
+"""One open group: what has been folded of it so far, and the `GroupClosed` it ends in.  Pure.
+
+This is a group of single generations; a group of sessions is `open_sessions`.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 from rollgrid_contracts import subjects
-from rollgrid_contracts.episodes import SessionEnded, SessionOutcome
 from rollgrid_contracts.failures import Boundary, ErrorCode, ErrorInfo
-from rollgrid_contracts.jobs import Job, OpenEpisode, SampleGroup, VersionRule
+from rollgrid_contracts.fleet import GroupStatus
+from rollgrid_contracts.jobs import Job, SampleGroup, VersionRule
 from rollgrid_contracts.samples import FinishReason, Sample, SamplesFinished, SampleStatus
 from rollgrid_contracts.scoring import SampleScores, Score, ScorerSpec, ScoreStatus, combine, reward_formula
 from rollgrid_contracts.trajectories import CloseReason, Entry, GroupClosed
@@ -56,9 +59,6 @@ class OpenGroup:
     jobs: dict[int, tuple[int, ...]] = field(default_factory=dict)
     winners: dict[int, dict[int, Winner]] = field(default_factory=dict)
     scores: dict[tuple[int, int], dict[str, Score]] = field(default_factory=dict)
-    ended: dict[int, SessionEnded] = field(default_factory=dict)
-    fences: dict[int, int] = field(default_factory=dict)
-    turn_jobs: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     first_finish: SamplesFinished | None = None
     need: int = 0
     ending: Ending | None = None
@@ -70,17 +70,13 @@ class OpenGroup:
         return self.source.n
 
     @property
-    def is_episode(self) -> bool:
-        return isinstance(self.source, OpenEpisode)
-
-    @property
     def scorers(self) -> tuple[ScorerSpec, ...]:
         return () if isinstance(self.source, SamplesFinished) else self.source.scorers
 
     @property
     def record_format(self) -> str:
         """In which form the close is stored: msgpack or json, as the submission asked."""
-        return "msgpack" if isinstance(self.source, OpenEpisode) else self.source.record_format
+        return self.source.record_format
 
     @property
     def subject(self) -> str:
@@ -89,7 +85,12 @@ class OpenGroup:
     @property
     def finished(self) -> int:
         """Samples that have ended."""
-        return len(self.ended) if self.is_episode else len(self.winners)
+        return len(self.winners)
+
+    @property
+    def held(self) -> int:
+        """Messages of RG_JOBS that are kept for it."""
+        return len(self.jobs)
 
     @property
     def waits_for_versions(self) -> bool:
@@ -101,12 +102,7 @@ class OpenGroup:
     # -- folding ------------------------------------------------------------------------------
 
     def hold(self, seq: int, job: Job) -> None:
-        """Keep a job of this group; a turn's job is held until its finish is folded."""
-        if self.is_episode and isinstance(job, SampleGroup) and job.session is not None:
-            for index in job.indexes:
-                self.turn_jobs.setdefault((index, job.session.turn), []).append(seq)
-        else:
-            self.jobs[seq] = job.indexes if isinstance(job, SampleGroup) else ()
+        self.jobs[seq] = job.indexes if isinstance(job, SampleGroup) else ()
 
     def touch(self, seq: int) -> None:
         if not self.need:
@@ -116,19 +112,9 @@ class OpenGroup:
         """Fold one finish; why it is superseded, or None when it counts."""
         if not 0 <= sample.index < self.n:
             return "index out of range"
-        turns = self.winners.get(sample.index)
-        if self.is_episode:
-            if sample.index in self.ended:
-                return "session has ended"
-            fence = event.fence or event.job_seq
-            if fence < self.fences.get(sample.index, 0):
-                return "stale fence"
-            if turns is not None and sample.turn in turns:
-                return "duplicate"
-            self.fences[sample.index] = fence
-        elif turns is not None:
+        if sample.index in self.winners:
             return "duplicate"
-        self.winners.setdefault(sample.index, {})[sample.turn] = Winner(seq, sample, event.engine)
+        self.winners[sample.index] = {sample.turn: Winner(seq, sample, event.engine)}
         if self.first_finish is None:
             self.first_finish = event
         self.touch(seq)
@@ -139,19 +125,16 @@ class OpenGroup:
         winner = self.winners.get(result.index, {}).get(result.turn)
         if winner is None or winner.seq != finished_seq:
             return "scores of a superseded finish"
+        self._take(result)
+        return None
+
+    def _take(self, result: SampleScores) -> None:
+        """Of two verdicts of one scorer the first counts; those nobody asked for do not."""
         asked = {spec.name for spec in self.scorers}
         held = self.scores.setdefault((result.index, result.turn), {})
         for score in result.scores:
             if score.scorer in asked and score.scorer not in held:
                 held[score.scorer] = _finite(score)
-        return None
-
-    def folded_turns(self, event: SamplesFinished) -> tuple[int, ...]:
-        """RG_JOBS sequences of turns whose finish is now folded: they need not be held any longer."""
-        done: list[int] = []
-        for sample in event.samples:
-            done += self.turn_jobs.pop((sample.index, sample.turn), [])
-        return tuple(done)
 
     def is_complete(self) -> bool:
         """Every index has ended, and every score asked for is in."""
@@ -162,8 +145,6 @@ class OpenGroup:
     def _is_scored(self, index: int) -> bool:
         last = self._last_turn(index)
         if last is None or last.sample.status is not SampleStatus.SUCCEEDED:
-            return True
-        if self.is_episode and self.ended[index].outcome is not SessionOutcome.CLOSED:
             return True
         return len(self.scores.get((index, last.sample.turn), ())) == len(self.scorers)
 
@@ -210,8 +191,11 @@ class OpenGroup:
             "created_at": source.created_at,
             "deadline": source.deadline,
         }
-        if isinstance(source, OpenEpisode):
-            return GroupClosed(**shared, sampling=finish.sampling if finish else None)
+        return self._with_source(shared)
+
+    def _with_source(self, shared: dict[str, Any]) -> GroupClosed:
+        source = self.source
+        assert isinstance(source, SampleGroup)
         return GroupClosed(
             **shared,
             position=source.position,
@@ -226,37 +210,30 @@ class OpenGroup:
         )
 
     def _entry(self, index: int, ending: Ending) -> Entry:
-        if self.is_episode:
-            return self._episode_entry(index, ending)
         winner = self._last_turn(index)
         if winner is None:
-            return self._scored(Entry(sample=_missing(index, ending)))
+            return self._scored(Entry(sample=missing(index, ending)))
         return self._scored(Entry(sample=winner.sample, engine=winner.engine))
-
-    def _episode_entry(self, index: int, ending: Ending) -> Entry:
-        """`turns` hold what was generated; `sample` only says how the episode ended."""
-        turns = self.winners.get(index, {})
-        played = tuple(turns[turn].sample for turn in sorted(turns))
-        last = self._last_turn(index)
-        ended = self.ended.get(index)
-        if ended is None:
-            sample = _missing(index, ending)
-        else:
-            sample = _outcome(index, ended.outcome, last.sample if last else None)
-        return self._scored(Entry(sample=sample, turns=played, engine=last.engine if last else ""))
 
     def _scored(self, entry: Entry) -> Entry:
         if not self.scorers:
             return entry
         if entry.sample.status is not SampleStatus.SUCCEEDED:
             return msgspec.structs.replace(entry, score_status=ScoreStatus.NOT_RUN)
-        last = self._last_turn(entry.sample.index)
-        held = self.scores.get((entry.sample.index, last.sample.turn), {}) if last else {}
+        held = self.scores.get((entry.sample.index, entry.sample.turn), {})
         scores = tuple(held[spec.name] for spec in self.scorers if spec.name in held)
         reward, status = combine(self.scorers, scores)
         if reward is not None and not math.isfinite(reward):
             reward, status = None, ScoreStatus.VERIFIER_ERROR
         return msgspec.structs.replace(entry, reward=reward, score_status=status, scores=scores)
+
+    # -- what others ask ----------------------------------------------------------------------
+
+    def status(self) -> GroupStatus:
+        """How far it is, as the ledger's answers say it."""
+        source = self.source
+        done = {index: turns[min(turns)].seq for index, turns in self.winners.items()}
+        return GroupStatus(group_id=source.group_id, batch_id=source.batch_id, run=source.run, n=self.n, done=done)
 
 
 def _finite(score: Score) -> Score:
@@ -270,7 +247,7 @@ def _finite(score: Score) -> Score:
     )
 
 
-def _missing(index: int, ending: Ending) -> Sample:
+def missing(index: int, ending: Ending) -> Sample:
     status, code, text = MISSING[ending.reason]
     if ending.unmet is not None:
         code, text = ErrorCode.VERSION_UNAVAILABLE, ending.unmet
@@ -282,31 +259,3 @@ def _missing(index: int, ending: Ending) -> Sample:
         field="weights" if ending.unmet is not None else None,
     )
     return Sample(index=index, status=status, finish_reason=FinishReason.ABORT, error=error)
-
-
-def _outcome(index: int, outcome: SessionOutcome, last: Sample | None) -> Sample:
-    status = {
-        SessionOutcome.CLOSED: SampleStatus.SUCCEEDED,
-        SessionOutcome.FAILED: SampleStatus.FAILED,
-        SessionOutcome.EXPIRED: SampleStatus.EXPIRED,
-    }[outcome]
-    error = None
-    if status is SampleStatus.FAILED:
-        error = last.error if last and last.error else None
-        error = error or ErrorInfo(code=ErrorCode.INTERNAL, message="the session failed", boundary=Boundary.LEDGER)
-    elif status is SampleStatus.EXPIRED:
-        error = ErrorInfo(
-            code=ErrorCode.EXPIRED, message="the session expired", boundary=Boundary.LEDGER, retryable=True
-        )
-    if last is None:
-        return Sample(index=index, status=status, error=error)
-    return Sample(
-        index=index,
-        turn=last.turn,
-        attempt=last.attempt,
-        status=status,
-        finish_reason=last.finish_reason,
-        worker=last.worker,
-        timings=last.timings,
-        error=error,
-    )

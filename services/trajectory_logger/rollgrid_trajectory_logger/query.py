@@ -25,10 +25,7 @@ def answer(ledger: Ledger, query: LedgerQuery) -> LedgerAnswer:
 def group_status(ledger: Ledger, group_id: str, tenant: str | None) -> GroupStatus:
     group = ledger.open.get(group_id)
     if group is not None and tenant in (None, group.source.tenant):
-        done = {} if group.is_episode else {index: turns[min(turns)].seq for index, turns in group.winners.items()}
-        return GroupStatus(
-            group_id=group_id, batch_id=group.source.batch_id, run=group.source.run, n=group.n, done=done
-        )
+        return group.status()
     closed = ledger.index.groups.get(group_id)
     if closed is not None:
         owner, run = run_of_trajectory(closed.subject)

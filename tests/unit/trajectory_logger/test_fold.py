@@ -1,4 +1,4 @@
-"""The fold's corners that shuffled streams do not reach: episodes, refusals, forged or odd events."""
+"""The fold's corners that shuffled streams do not reach: refusals, forged or odd events.  Sessions: `test_sessions`."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 from rollgrid_contracts.arrays import TokenIds
-from rollgrid_contracts.episodes import ForkReason, SessionEnded, SessionForked, SessionOutcome
 from rollgrid_contracts.failures import ErrorCode, ErrorInfo
 from rollgrid_contracts.fleet import LedgerQuery
-from rollgrid_contracts.jobs import OpenEpisode, SampleGroup, SamplingParams, Session
+from rollgrid_contracts.jobs import Job, SampleGroup, SamplingParams
 from rollgrid_contracts.samples import GroupsCancelled, Sample, SamplesFinished, SampleStatus
 from rollgrid_contracts.scoring import SampleScores, SamplesScored, Score, ScorerSpec, ScoreStatus, reward_formula
 from rollgrid_contracts.trajectories import CloseReason, GroupClosed, count_statuses
@@ -39,15 +38,6 @@ def job(**fields: Any) -> SampleGroup:
     return SampleGroup(**base | fields)
 
 
-def episode(**fields: Any) -> OpenEpisode:
-    base: dict[str, Any] = {**WHO, "batch_id": "b1", "n": 2, "policy": "p", "created_at": 1.0, "deadline": 100.0}
-    return OpenEpisode(**base | fields)
-
-
-def turn_job(index: int, turn: int, fence: int = 0) -> SampleGroup:
-    return job(indexes=(index,), session=Session(session=f"s{index}", turn=turn, fence=fence))
-
-
 def finished(*samples: Sample, job_seq: int = 1, **fields: Any) -> SamplesFinished:
     base: dict[str, Any] = {**WHO, "batch_id": "b1", "n": 2, "policy": "p", "job_seq": job_seq}
     return SamplesFinished(**base | fields, samples=samples)
@@ -57,14 +47,10 @@ def sample(index: int, **fields: Any) -> Sample:
     return Sample(**{"index": index, "status": SampleStatus.SUCCEEDED, **fields})
 
 
-def ended(index: int, outcome: SessionOutcome = SessionOutcome.CLOSED, job_seq: int = 1) -> SessionEnded:
-    return SessionEnded(**WHO, index=index, session=f"s{index}", outcome=outcome, job_seq=job_seq)
-
-
 class Stream:
     """Feeds events under rising sequences."""
 
-    def __init__(self, *jobs: SampleGroup | OpenEpisode) -> None:
+    def __init__(self, *jobs: Job) -> None:
         self.ledger = Ledger(3)
         self.seq = 0
         for seq, item in enumerate(jobs, 1):
@@ -88,51 +74,6 @@ def the_close(decisions: list[Decision]) -> GroupClosed:
 def read_of(closed: GroupClosed, seq: int = 1) -> ClosedRead:
     counts = tuple(count_statuses(closed.entries).values())
     return ClosedRead(closed.group_id, closed.batch_id, SUBJECT, seq, counts, NOW)
-
-
-def test_an_episode_closes_when_its_sessions_have_ended() -> None:
-    stream = Stream(episode(), turn_job(0, 0), turn_job(0, 1), turn_job(1, 0))
-    assert stream.feed(finished(sample(0, turn=0), job_seq=2)) == [Settle(ack=(2,))]
-    assert stream.feed(finished(sample(0, turn=1), job_seq=3)) == [Settle(ack=(3,))]
-    assert stream.feed(ended(0)) == []
-    stream.feed(finished(sample(1, turn=0), job_seq=4))
-    closed = the_close(stream.feed(ended(1, SessionOutcome.FAILED)))
-    assert closed.reason is CloseReason.COMPLETE
-    first, second = closed.entries
-    assert [turn.turn for turn in first.turns] == [0, 1]
-    assert (first.sample.status, second.sample.status) == (SampleStatus.SUCCEEDED, SampleStatus.FAILED)
-    assert second.sample.error is not None
-    assert stream.ledger.closed(read_of(closed)) == [Settle(ack=(1,))]
-
-
-def test_an_episode_ends_at_its_deadline_with_what_was_played() -> None:
-    stream = Stream(episode(), turn_job(0, 0), turn_job(1, 0))
-    stream.feed(finished(sample(0, turn=0), job_seq=2), ended(0))
-    closed = the_close(stream.ledger.advance(101.0, 101.0))
-    assert [entry.sample.status for entry in closed.entries] == [SampleStatus.SUCCEEDED, SampleStatus.EXPIRED]
-    assert stream.ledger.closed(read_of(closed)) == [Settle(delete=(1, 3), abort="g1")]
-
-
-def test_i6_a_turn_behind_a_stale_fence_never_counts() -> None:
-    stream = Stream(episode(n=1), turn_job(0, 0), turn_job(0, 1), turn_job(0, 1))
-    stream.feed(finished(sample(0, turn=0), job_seq=2, fence=2, n=1))
-    stream.feed(finished(sample(0, turn=2), job_seq=4, fence=4, n=1))
-    stream.feed(finished(sample(0, turn=1, attempt=7), job_seq=3, fence=3, n=1))
-    stream.feed(SessionForked(**WHO, index=0, session="s0", parent=None, branch="x", reason=ForkReason.REQUESTED))
-    closed = the_close(stream.feed(ended(0)))
-    assert [turn.turn for turn in closed.entries[0].turns] == [0, 2]
-    assert stream.ledger.superseded == {"stale fence": 1}
-    assert stream.ledger.superseded_recent[0].attempt == 7
-
-
-def test_scores_of_an_episode_are_those_of_its_last_turn() -> None:
-    scorers = (ScorerSpec(name="exact", type="exact"),)
-    stream = Stream(episode(n=1, scorers=scorers), turn_job(0, 0))
-    stream.feed(finished(sample(0, turn=0), job_seq=2, n=1))
-    assert stream.feed(ended(0)) == []
-    verdict = Score(scorer="exact", status=ScoreStatus.SCORED, value=0.25)
-    scored = SamplesScored(**WHO, job_seq=2, finished_seq=1, results=(SampleScores(index=0, scores=(verdict,)),))
-    assert the_close(stream.feed(scored)).entries[0].reward == 0.25
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, None])
