@@ -48,3 +48,11 @@ PLACED = Counter("rollgrid_ingest_turns_placed_total", "Turns by how their worke
 REBINDS = Counter("rollgrid_ingest_sessions_moved_total", "Bindings of sessions broken", ["cause"])
 BOUND = Gauge("rollgrid_ingest_sessions_bound", "Sessions bound to live workers")
 BOUND_MOST = Gauge("rollgrid_ingest_sessions_bound_most", "Sessions bound to the worker that has most of them")
+SESSIONS = Counter("rollgrid_ingest_sessions_total", "Sessions opened, and ended by how they ended", ["outcome"])
+"""`outcome`: opened, closed, failed, expired."""
+SESSIONS_OPEN = Gauge("rollgrid_ingest_sessions_open", "Sessions of the deployment that have not ended")
+TURNS = Counter("rollgrid_ingest_turns_total", "Turns of sessions begun")
+TURNS_REFUSED = Counter("rollgrid_ingest_turns_refused_total", "Turns that could not begin", ["code"])
+REBUILDS = Counter("rollgrid_ingest_session_rebuilds_total", "Folds of sessions that Redis had lost", ["outcome"])
+"""`outcome`: done, overtaken, waited (for another's, in vain), failed."""
+SESSION_RACES = Counter("rollgrid_ingest_session_races_total", "Transitions that found the fold changed and began again")

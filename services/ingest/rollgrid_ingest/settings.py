@@ -92,6 +92,18 @@ class IngestSettings(Limits):
     affinity_saturation: float = Field(
         default=1.0, gt=0, description="a worker where so many samples wait for each slot loses sessions to idle ones"
     )
+    max_open_sessions: int = Field(default=4096, ge=1, description="sessions of one tenant that have not ended")
+    session_max_turns: int = Field(default=1024, ge=1, description="of one session, over all its branches")
+    session_max_tokens: int = Field(
+        default=4 * MIB, ge=1, description="of one session's tree, shared prefixes counted once"
+    )
+    session_max_branches: int = Field(default=1024, ge=1, description="of one session, the main one included")
+    session_cache: int = Field(default=512, ge=1, description="sessions whose folded turns are kept in this process")
+    session_rebuild_s: float = Field(default=10.0, gt=0, description="bound of one rebuild of a session, and its lock")
+    session_rebuild_wait_s: float = Field(
+        default=1.0, ge=0, description="how long a request waits for another's rebuild before it is refused"
+    )
+    session_sweep_s: float = Field(default=1.0, gt=0, description="how often sessions past their TTL are looked for")
     header_run: str = Field(default="interactive", description="run of OpenAI calls without an X-Rollgrid-Run header")
 
     @property

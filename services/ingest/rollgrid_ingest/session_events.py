@@ -1,0 +1,78 @@
+"""A session's own events, read from its subject of RG_SAMPLES: one direct read, right on every replica."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import NamedTuple
+
+import msgspec
+from rollgrid_contracts import codec, subjects
+from rollgrid_contracts.episodes import SessionEnded, SessionForked, SessionOpened
+from rollgrid_contracts.samples import GroupsCancelled, SamplesFinished
+from rollgrid_contracts.scoring import SamplesScored
+from rollgrid_contracts.topology import SAMPLES, Header
+from rollgrid_episodes.tree import SessionEvent
+from rollgrid_runtime.bus import Bus
+from rollgrid_runtime.errors import PayloadGone
+from rollgrid_runtime.logging import get_logger
+from rollgrid_runtime.reading import Stored, read_after
+
+log = get_logger(__name__)
+
+PAGE = 256
+READ_S = 5.0
+_Known = SessionOpened | SamplesFinished | SessionForked | SessionEnded | SamplesScored | GroupsCancelled
+
+
+class Recorded(NamedTuple):
+    """An event of a session: its RG_SAMPLES sequence, and when it was stored (UNIX seconds)."""
+
+    seq: int
+    event: SessionEvent
+    stored_at: float
+
+
+async def events_behind(bus: Bus, tenant: str, session: str, after: int, limit: int | None = None) -> list[Recorded]:
+    """What the stream has of a session behind `after`, in order (the first `limit`, if given).
+
+    Verdicts and whatever nobody can read any more are left out.  Raises BusError, StorageError.
+    """
+    subject = subjects.samples_of(tenant, session)
+    found: list[Recorded] = []
+    while True:
+        page = await read_after(bus, SAMPLES.name, subject, after, limit or PAGE, timeout_s=READ_S)
+        for stored in page.messages:
+            after = stored.sequence
+            event = await _event_of(bus, stored)
+            if event is not None:
+                found.append(Recorded(stored.sequence, event, _stored_at(stored)))
+        if page.pending == 0 or not page.messages or (limit is not None and len(found) >= limit):
+            return found
+
+
+async def _event_of(bus: Bus, stored: Stored) -> SessionEvent | None:
+    try:
+        payload = await bus.resolve(stored.data, stored.headers)
+        kind = stored.headers.get(Header.CONTENT_TYPE.value, codec.MSGPACK)
+        event: _Known = codec.decode(payload, _Known, kind)  # type: ignore[arg-type]
+    except (PayloadGone, msgspec.DecodeError, RecursionError) as error:
+        log.warning("session_event_unreadable", seq=stored.sequence, subject=stored.subject, error=str(error))
+        return None
+    if isinstance(event, SamplesScored | GroupsCancelled):
+        return None
+    return lean(event)
+
+
+def lean(event: SessionEvent) -> SessionEvent:
+    """Without what no later turn is built from: alternatives and prompt logprobs stay in the stream and the record."""
+    if not isinstance(event, SamplesFinished):
+        return event
+    samples = tuple(
+        msgspec.structs.replace(sample, top_logprobs=None, prompt_logprobs=None) for sample in event.samples
+    )
+    return msgspec.structs.replace(event, samples=samples)
+
+
+def _stored_at(stored: Stored) -> float:
+    stamp = stored.headers.get("Nats-Time-Stamp")
+    return datetime.fromisoformat(stamp).timestamp() if stamp else 0.0
