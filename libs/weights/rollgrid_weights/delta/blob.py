@@ -27,6 +27,8 @@ VERSION = 1
 FRONT = struct.Struct("<8sHHIIQ")
 DIGEST_BYTES = 32
 MAX_HEADER = 64 * 1024 * 1024
+MAX_TABLES = 1 << 20
+"""Bytes of one group's frequency tables: more than 256 full ones take."""
 MAX_SEGMENT = 1 << 26
 """Elements of one segment: what a reader must hold at once."""
 MAX_ELEMENTS = 1 << 48
@@ -175,8 +177,10 @@ def _check(header: DeltaHeader, payload: int) -> None:
     if sum(lane[0] for lane in lanes.values()) > MAX_ELEMENTS:
         raise _over("the tensors of the delta are too large", "tensors", f"{MAX_ELEMENTS} elements")
     for group in header.groups:
-        lane = lanes.get(group.dtype, [0, 0])
-        if not 0 <= group.raw <= MAX_HEADER or group.tables < 0:
+        lane = lanes.get(group.dtype)
+        if lane is None:
+            raise invalid("a group of the delta is of a dtype that no tensor has", "groups")
+        if not 0 <= group.raw <= MAX_TABLES or group.tables < 0:
             raise invalid("a group of the delta has tables of impossible size", "groups")
         payload -= group.tables
         for segment in group.segments:
