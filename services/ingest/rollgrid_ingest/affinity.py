@@ -1,10 +1,11 @@
 """Which worker a session's turns go to, so that its KV cache is where they are.
 
 Rendezvous hashing over the ready workers of the pool, weighted by their slots, with bounded load: no session is bound
-to a worker that has more than `factor` times its share of the bound sessions already.  The binding is kept in Redis,
-where one script decides for all replicas; it lasts as long as turns come.  It is broken when its worker is gone,
-draining, quarantined, without the version asked for, or saturated: as many samples wait there as it has slots, and
-another one that may take the session, within its bound, has a free slot.
+to a worker that would then have more than `factor` times its share of the bound sessions.  The binding is kept in
+Redis, where one script decides for all replicas; it lasts as long as turns come.  It is broken when its worker is gone,
+draining, quarantined or without the version asked for, and to relieve it: it has no free slot, and either as many samples
+wait there as it has slots or it is beyond its bound (workers came, sessions elsewhere ended), and another worker has a
+free slot and room within its bound.  While its worker has a free slot nothing is gained by moving a session.
 
 Redis away: the pure hash, which is right most of the time and needs nobody.  No ready worker: the pool, where
 whoever comes first takes the turn.
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -22,8 +23,6 @@ from rollgrid_contracts import keys, subjects
 from rollgrid_contracts.checkpoints import PolicyState, staleness
 from rollgrid_contracts.fleet import WorkerState
 from rollgrid_contracts.jobs import Priority, VersionRule, WeightConstraint
-from rollgrid_runtime.bus import Bus
-from rollgrid_runtime.leases import Leases
 from rollgrid_runtime.logging import get_logger
 from rollgrid_runtime.rendezvous import ranked
 from rollgrid_runtime.state import State, StateError
@@ -55,11 +54,17 @@ class Placed(NamedTuple):
 
 
 class Affinity:
-    """Run `follow` as a task."""
+    """`alive` gives the workers with a lease (`rollgrid_runtime.leases`).  Run `count` as a task, for the metrics."""
 
-    def __init__(self, bus: Bus, state: State, *, factor: float = 1.25, saturation: float = 1.0) -> None:
-        self._factor, self._saturation = factor, saturation
-        self._leases = Leases(bus)
+    def __init__(
+        self,
+        alive: Callable[[], Mapping[str, WorkerState]],
+        state: State,
+        *,
+        factor: float = 1.25,
+        saturation: float = 1.0,
+    ) -> None:
+        self._alive, self._factor, self._saturation = alive, factor, saturation
         self._place, self._release, self._loads = state.script(PLACE), state.script(RELEASE), state.script(LOADS)
         self._away_until = 0.0
 
@@ -78,7 +83,7 @@ class Affinity:
         `last` is the worker that had the session's last turn, where the caller knows it: it is tried first when no
         binding is left, so that a Redis that lost everything moves nobody.
         """
-        workers = {name: one for name, one in self._leases.alive.items() if one.pool == pool}
+        workers = {name: one for name, one in self._alive().items() if one.pool == pool}
         fit = {name: one for name, one in workers.items() if unfit(one, need) is None}
         if not fit:
             metrics.PLACED.labels("pool").inc()
@@ -122,26 +127,16 @@ class Affinity:
         except StateError as error:
             log.warning("affinity_not_released", error=error.message)
 
-    async def follow(self) -> None:
-        """Follow the workers' leases, and count what is bound, until cancelled."""
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self._leases.follow())
-            group.create_task(self._count())
-
-    @property
-    def loaded(self) -> asyncio.Event:
-        """Set once the workers are known."""
-        return self._leases.loaded
-
     def _load(self, worker: WorkerState) -> str:
         if worker.waiting >= self._saturation * worker.slots:
             return "saturated"
-        return "idle" if worker.busy < worker.slots and not worker.waiting else "busy"
+        return "idle" if worker.busy < worker.slots and not worker.waiting else "full"
 
-    async def _count(self) -> None:
+    async def count(self) -> None:
+        """Until cancelled."""
         while True:
             pools: dict[str, list[str]] = {}
-            for name, state in self._leases.alive.items():
+            for name, state in self._alive().items():
                 pools.setdefault(state.pool, []).append(name)
             try:
                 found = [

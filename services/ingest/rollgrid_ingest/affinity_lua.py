@@ -7,7 +7,7 @@ PLACE = """
 -- Where a session goes: to the worker it is bound to while that may stay, else to the first in order with room.
 -- KEYS: the session's binding, then each candidate's bound sessions, best candidate first.
 -- ARGV: seconds a binding lives, the session's name among the bound, the bound's factor, the prefix of the keys of
---       bound sessions, then for each candidate its name, its slots and whether it is 'saturated', 'idle' or 'busy'.
+--       bound sessions, then for each candidate its name, its slots and whether it is 'idle', 'full' or 'saturated'.
 -- Returns the worker, what became of the binding (kept, moved, new) and the worker it was bound to before.
 local ttl, member, factor, prefix = tonumber(ARGV[1]), ARGV[2], tonumber(ARGV[3]), ARGV[4]
 local count = #KEYS - 1
@@ -20,7 +20,8 @@ local at, all_slots, any_idle = 0, 0, false
 for i = 1, count do
   names[i], slots[i], states[i] = ARGV[2 + 3 * i], tonumber(ARGV[3 + 3 * i]), ARGV[4 + 3 * i]
   all_slots = all_slots + slots[i]
-  if names[i] == before then at = i elseif states[i] == 'idle' then any_idle = true end
+  any_idle = any_idle or states[i] == 'idle'
+  if names[i] == before then at = i end
 end
 
 local function bind(i, what)
@@ -30,25 +31,30 @@ local function bind(i, what)
   return {names[i], what, before}
 end
 
-local relieve = at > 0 and states[at] == 'saturated' and any_idle
-if at > 0 and not relieve then return bind(at, 'kept') end
+local kept
+if at > 0 then
+  kept = bind(at, 'kept')
+  if states[at] == 'idle' or not any_idle then return kept end
+elseif before ~= '' then
+  redis.call('ZREM', prefix .. before, member)
+end
 
-if before ~= '' then redis.call('ZREM', prefix .. before, member) end
-local total, loads = 1, {}
+local total, loads = at > 0 and 0 or 1, {}
 for i = 1, count do
   redis.call('ZREMRANGEBYSCORE', KEYS[i + 1], '-inf', now)
-  redis.call('ZREM', KEYS[i + 1], member)
   loads[i] = redis.call('ZCARD', KEYS[i + 1])
   total = total + loads[i]
 end
+local function most(i) return math.ceil(factor * total * slots[i] / all_slots - 1e-9) end
+
+if at > 0 and states[at] ~= 'saturated' and loads[at] <= most(at) then return kept end
 for i = 1, count do
-  local most = math.ceil(factor * total * slots[i] / all_slots - 1e-9)
-  if loads[i] < most and (not relieve or states[i] == 'idle') then
+  if i ~= at and loads[i] < most(i) and (at == 0 or states[i] == 'idle') then
+    if at > 0 then redis.call('ZREM', KEYS[at + 1], member) end
     return bind(i, before == '' and 'new' or 'moved')
   end
 end
-if relieve then return bind(at, 'kept') end
-return bind(1, before == '' and 'new' or 'moved')
+return kept or bind(1, before == '' and 'new' or 'moved')
 """
 
 RELEASE = """
