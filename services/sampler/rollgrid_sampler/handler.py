@@ -27,7 +27,7 @@ from .admission import check, judge
 from .engines.base import Engine, EngineDead, Generated, GenerationRequest, RequestFailed, Sent
 from .generation import ConstraintLost, Generation
 from .headroom import Headroom
-from .jobs import HeldJob, Outcome
+from .jobs import Aborted, HeldJob, Outcome, sample_name
 from .outcomes import Outcomes
 from .parsing import ParserDesk, Reading
 from .publishing import Origin, Publisher, recorded, reply
@@ -111,16 +111,16 @@ class Handler:
             return Outcome.REFUSE
         counted = held.suspect or held.refused
         if counted and not held.missing:
-            await self._clear_suspicion(job.group_id)
+            await self._clear_suspicion(job.call_id)
             return Outcome.ACK
         starts = 0
         if counted:
             try:
-                if await context.suspects.starts(job.group_id) >= context.settings.max_starts:
+                if await context.suspects.starts(job.call_id) >= context.settings.max_starts:
                     self._quarantine(held, publisher)
                     await publisher.finish()
                     return Outcome.ACK
-                starts = await context.suspects.record(job.group_id, context.worker)
+                starts = await context.suspects.record(job.call_id, context.worker)
                 metrics.SUSPECTS.inc()
             except RollgridError as error:  # unrecorded, a crash would not be counted: do not begin
                 log.warning("start_not_recorded", group=job.group_id, error=error.message)
@@ -131,10 +131,10 @@ class Handler:
             await publisher.finish()
         except asyncio.CancelledError:
             if starts and not held.cancelled and held.seconds_left() > 0:  # given back, which is no failed start
-                await self._withdraw(job.group_id)
+                await self._withdraw(job.call_id)
             raise
         if starts:
-            await self._clear_suspicion(job.group_id)
+            await self._clear_suspicion(job.call_id)
         return outcome
 
     async def _pin(self, held: HeldJob) -> int | None:
@@ -151,27 +151,46 @@ class Handler:
         version = pin if pin is not None else self._context.weights.choose(job.weights)
         if version is None or not needs_one(job):
             return contextlib.nullcontext()
-        return self._context.weights.use(version)
+        return self._context.weights.use(version, job)
 
     async def unavailable(self, held: HeldJob) -> Outcome:
-        """No version that the job allows came before its deadline: what is missing fails, and may be tried again."""
+        """No version that the job allows came before its deadline: what is missing fails, and may be tried again.
+
+        The version of a pinned session that is gone for good is not waited for.
+        """
         rule, loaded = held.job.weights, [one.version for one in self._context.weights.loaded()]
+        gone = self._context.weights.lost(held.job)
+        message = f"no worker had weights for {rule.rule.value} {rule.value} in time; the last one asked has {loaded}"
+        if gone:
+            message = f"the session is pinned to version {rule.value}, which is loaded no more; loaded are {loaded}"
         error = ErrorInfo(
-            code=ErrorCode.VERSION_UNAVAILABLE,
-            message=f"no worker had weights for {rule.rule.value} {rule.value} in time; the last one asked has {loaded}",
+            code=ErrorCode.VERSION_GONE if gone else ErrorCode.VERSION_UNAVAILABLE,
+            message=message,
             boundary=Boundary.WEIGHTS,
-            retryable=True,
+            retryable=not gone,
             field="weights",
             limit=f"{rule.rule.value} {rule.value}",
         )
+        failed = [self._outcomes.failed(held, index, error, None, time.time()) for index in held.missing]
+        return await self._unsampled(held, failed)
+
+    async def aborted(self, held: HeldJob) -> Outcome:
+        """A turn that was cancelled before it began."""
+        if held.done:
+            await self._answer_recorded(held)
+        return await self._unsampled(
+            held, [self._outcomes.cancelled(held, index, None, time.time()) for index in held.missing]
+        )
+
+    async def _unsampled(self, held: HeldJob, samples: list[Sample]) -> Outcome:
         publisher = self._publisher(held)
         try:
             async with asyncio.timeout(max(0.0, held.seconds_left())):
-                for index in held.missing:
-                    publisher.add(self._outcomes.failed(held, index, error, None, time.time()))
+                for sample in samples:
+                    publisher.add(sample)
                 await publisher.finish()
         except TimeoutError:
-            log.warning("unavailable_not_recorded", group=held.job.group_id)
+            log.warning("outcome_not_recorded", group=held.job.group_id)
         finally:
             publisher.stop()
         return Outcome.ACK
@@ -217,9 +236,11 @@ class Handler:
     async def _generate(self, work: Work, index: int) -> Sample:
         held, request, started = work.held, self._request(work, index), time.time()
         try:
-            result, parsed = await self._result(work, request)
+            result, parsed = await held.abortable(self._result(work, request))
         except (EngineDead, ConstraintLost):
             raise
+        except Aborted:
+            return self._outcomes.cancelled(held, index, request.seed, started)
         except RollgridError as error:
             return self._outcomes.failed(held, index, error.info(), request.seed, started)
         except Exception as error:
@@ -262,7 +283,7 @@ class Handler:
         return result, await work.reading.parsed(request.index, result) if work.reading is not None else None
 
     def _request(self, work: Work, index: int) -> GenerationRequest:
-        job, name = work.held.job, ids.sample_id(work.held.job.group_id, index)
+        job, name = work.held.job, sample_name(work.held.job, index)
         sampling, group_seed = job.sampling, job.sampling.seed
         if sampling.prompt_logprobs is not None and index != job.indexes[0]:  # all share the prompt: once is enough
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
@@ -332,18 +353,18 @@ class Handler:
         for index in held.missing:
             publisher.add(self._outcomes.failed(held, index, error, None, time.time()))
 
-    async def _clear_suspicion(self, group_id: str) -> None:
+    async def _clear_suspicion(self, call_id: str) -> None:
         try:
-            await self._context.suspects.clear(group_id)
+            await self._context.suspects.clear(call_id)
         except BusError as error:  # it expires by itself
-            log.warning("suspect_not_cleared", group=group_id, error=error.message)
+            log.warning("suspect_not_cleared", call=call_id, error=error.message)
 
-    async def _withdraw(self, group_id: str) -> None:
+    async def _withdraw(self, call_id: str) -> None:
         try:
             async with asyncio.timeout(GIVE_BACK_S):
-                await self._context.suspects.withdraw(group_id)
+                await self._context.suspects.withdraw(call_id)
         except (BusError, TimeoutError) as error:  # it counts once too often
-            log.warning("start_not_withdrawn", group=group_id, error=str(error))
+            log.warning("start_not_withdrawn", call=call_id, error=str(error))
 
     async def _rescue(self, publisher: Publisher) -> None:
         """The engine is dead: record what had finished before it, for a moment."""

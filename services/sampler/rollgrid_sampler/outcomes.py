@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 
 from rollgrid_contracts.arrays import Floats, TokenIds
-from rollgrid_contracts.failures import ErrorInfo
+from rollgrid_contracts.episodes import TurnNode
+from rollgrid_contracts.failures import Boundary, ErrorCode, ErrorInfo
 from rollgrid_contracts.jobs import SampleGroup, VersionSpan
 from rollgrid_contracts.samples import FinishReason, Parsed, Sample, SampleStatus, Timings
 
@@ -55,6 +56,7 @@ class Outcomes:
                 finished_at=time.time(),
             ),
             prompt_logprobs=result.prompt_logprobs,
+            node=node(held.job),
         )
 
     def _observe_fresh(self, spans: tuple[VersionSpan, ...], result: Generated) -> None:
@@ -68,19 +70,40 @@ class Outcomes:
                 began_on_it = span.start == 0 and not result.resumed_from and result.first_token_at
                 metrics.FRESH_LAG.observe(max(0.0, (result.first_token_at if began_on_it else time.time()) - committed))
 
-    def failed(self, held: HeldJob, index: int, error: ErrorInfo, seed: int | None, started: float) -> Sample:
+    def failed(
+        self,
+        held: HeldJob,
+        index: int,
+        error: ErrorInfo,
+        seed: int | None,
+        started: float,
+        *,
+        status: SampleStatus = SampleStatus.FAILED,
+        reason: FinishReason = FinishReason.ERROR,
+    ) -> Sample:
         return Sample(
             index=index,
             turn=turn(held.job),
             attempt=held.attempt,
-            status=SampleStatus.FAILED,
-            finish_reason=FinishReason.ERROR,
+            status=status,
+            finish_reason=reason,
             seed=seed,
             worker=self._worker,
             timings=Timings(dequeued_at=held.dequeued_at, started_at=started, finished_at=time.time()),
             error=error,
+            node=node(held.job),
         )
+
+    def cancelled(self, held: HeldJob, index: int, seed: int | None, started: float) -> Sample:
+        """A turn that its caller gave up; its session goes on."""
+        error = ErrorInfo(code=ErrorCode.CANCELLED, message="the turn was cancelled", boundary=Boundary.INGEST)
+        return self.failed(held, index, error, seed, started, status=SampleStatus.CANCELLED, reason=FinishReason.ABORT)
 
 
 def turn(job: SampleGroup) -> int:
     return job.session.turn if job.session is not None else 0
+
+
+def node(job: SampleGroup) -> TurnNode | None:
+    """Where the turn stands in its session's tree."""
+    return job.session.node if job.session is not None else None

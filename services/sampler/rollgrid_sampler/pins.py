@@ -26,6 +26,10 @@ class Pins:
         """On which every change of them is heard."""
         return f"$KV.{PINS.name}.{self._prefix}>"
 
+    async def holds(self, version: int, holder: str) -> bool:
+        """Whether this batch or session holds a pin on the version."""
+        return await self._any_holds([f"{self._prefix}{version}.{holder}"])
+
     async def asked(self, versions: Collection[int]) -> frozenset[int]:
         """Those of `versions` that somebody holds a pin on."""
         holders: dict[int, list[str]] = defaultdict(list)

@@ -13,7 +13,9 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, NamedTuple
 
+import msgspec
 from rollgrid_contracts import codec, ids, subjects
+from rollgrid_contracts.episodes import TurnNode
 from rollgrid_contracts.jobs import Reply, SampleGroup
 from rollgrid_contracts.samples import Sample, SampleReply, SamplesFinished, SampleStatus, ScoringTask
 from rollgrid_contracts.scoring import ScorerKind, next_todo
@@ -25,6 +27,7 @@ from rollgrid_runtime.logging import get_logger
 
 from . import metrics, traces
 from .headroom import Headroom
+from .jobs import sample_name
 
 log = get_logger(__name__)
 FIRST_RETRY_S = 0.2
@@ -67,9 +70,12 @@ class Publisher:
         self._nonce = secrets.token_hex(4)
         self._events = 0
         self._tasks: set[asyncio.Task[None]] = set()
-        self._singly = job.reply is not Reply.NONE
+        self._singly = job.reply is not Reply.NONE or job.session is not None  # a turn's next one waits for it
         self._batcher: asyncio.Task[None] | None = None
-        self._todo = next_todo(job.scorers)
+        # of a session scorers see the end, not its turns
+        self._todo = next_todo(job.scorers) if job.session is None else ScorerKind.DONE
+        self._session = job.session and msgspec.structs.replace(job.session, node=TurnNode())
+        self._subject_session = job.session.session if job.session is not None else ids.NO_SESSION
 
     def add(self, sample: Sample) -> None:
         if self._singly:
@@ -118,7 +124,7 @@ class Publisher:
                 await self._wake.wait()
 
     async def _publish_singly(self, sample: Sample) -> None:
-        ack = await self._publish((sample,), ids.sample_id(self._job.group_id, sample.index))
+        ack = await self._publish((sample,), sample_name(self._job, sample.index))
         if ack.duplicate:
             sample = await self._winner(ack.sequence, sample)
         await reply(self._bus, self._job, (sample,), self._origin.logprobs_mode)
@@ -133,7 +139,7 @@ class Publisher:
     async def _store(self, samples: tuple[Sample, ...], msg_id: str, traceparent: str | None) -> PubAck:
         event = self._event(samples, traceparent)
         todo = self._todo if event.scoring is not None else ScorerKind.DONE
-        subject = subjects.samples(todo, self._job.tenant)
+        subject = subjects.samples(todo, self._job.tenant, self._subject_session)
         headers = {Header.GROUP.value: self._job.group_id}
         if traceparent is not None:
             headers[Header.TRACEPARENT.value] = traceparent
@@ -171,7 +177,7 @@ class Publisher:
             logprobs_mode=self._origin.logprobs_mode,
             model_max_len=self._origin.model_max_len,
             sampling=job.sampling,
-            session=job.session,
+            session=self._session,  # its node is the sample's
             samples=samples,
             scoring=scoring if scored else None,
             traceparent=traceparent,
@@ -188,13 +194,13 @@ async def reply(bus: Bus, job: SampleGroup, samples: tuple[Sample, ...], logprob
     if job.reply is Reply.NONE or not samples:
         return
     message = SampleReply(
-        group_id=job.group_id,
+        group_id=job.call_id,
         prompt_tokens=len(job.prompt_token_ids),
         logprobs_mode=logprobs_mode,
         samples=samples,
     )
     try:
-        await bus.publish_core(subjects.reply(job.group_id), message)
+        await bus.publish_core(subjects.reply(job.call_id), message)
     except BusError as error:
         log.warning("reply_failed", group=job.group_id, error=error.message)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 
 from rollgrid_contracts.checkpoints import AdoptedVersion
 from rollgrid_contracts.jobs import OnRefresh
@@ -33,7 +33,7 @@ ADAPTER = "lora"
 
 class Reconciler:
     """`notify` is called at every change that others should hear of at once, `on_warm` with each version
-    that was applied to a running engine.
+    that was applied to a running engine; `released` returns when no pinned session needs that version any more.
 
     `current` is the version that new requests without a constraint get, `retiring` are LoRA versions
     that new requests do not get any more; `holding_back` while a swap waits for groups.
@@ -47,9 +47,10 @@ class Reconciler:
         settings: SamplerSettings,
         notify: Callable[[], None],
         on_warm: Callable[[Staged], None],
+        released: Callable[[int], Awaitable[None]],
     ) -> None:
         self._engine, self._folders, self._proofs = engine, folders, proofs
-        self._settings, self._notify, self._on_warm = settings, notify, on_warm
+        self._settings, self._notify, self._on_warm, self._released = settings, notify, on_warm, released
         self.uses = Uses()
         self.current = -1
         self.retiring: set[int] = set()
@@ -131,7 +132,7 @@ class Reconciler:
         before = self._proofs.finding(old)
         self.holding_back = True
         try:
-            if not await self.uses.freed(old, self._settings.pin_grace_s):
+            if not await self._let_go(old):
                 log.warning("groups_lose_their_version", version=old, grace_s=self._settings.pin_grace_s)
             # no group that needs one version may begin on the old one while the new one is being applied
             loaded = await self._apply(staged, self._settings.swap_mode)
@@ -142,6 +143,14 @@ class Reconciler:
         self._set_current(loaded.version)
         await self._look(staged, loaded.fingerprint, before=before)
         log.info("version_applied", version=loaded.version, fingerprint=loaded.fingerprint)
+
+    async def _let_go(self, version: int) -> bool:
+        """Whether sessions and groups that need this one version were through with it within the grace."""
+        ends = time.monotonic() + self._settings.pin_grace_s
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._settings.pin_grace_s):
+                await self._released(version)
+        return await self.uses.freed(version, max(0.0, ends - time.monotonic()))
 
     async def _apply(self, staged: Staged, mode: OnRefresh) -> Loaded:
         assert staged.folder is not None

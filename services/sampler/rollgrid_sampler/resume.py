@@ -83,8 +83,8 @@ async def sent_before(bus: Bus, job: SampleGroup, *, taken_over: bool) -> dict[i
     found = {resume.index: resume for resume in job.resume}
     if taken_over and job.reply is Reply.STREAM:
         try:
-            query = StreamQuery(group_id=job.group_id)
-            state = await bus.request(subjects.resume(job.group_id), query, StreamState, ANSWER_S)
+            query = StreamQuery(group_id=job.call_id)
+            state = await bus.request(subjects.resume(job.call_id), query, StreamState, ANSWER_S)
             found |= {resume.index: resume for resume in state.sent}
         except BusError as error:
             log.info("stream_starts_again", group=job.group_id, error=error.message)

@@ -44,19 +44,16 @@ from .parsing import ParserDesk
 from .settings import EngineKind, SamplerSettings
 from .slots import Slots
 from .suspects import Suspects
+from .triage import Triage, Verdict
 from .weights import Weights
 
 log = get_logger(__name__)
 ANY_JOB = cast(type[SampleGroup | OpenEpisode], Job)
 ANY_COMMAND = cast(type[CancelWork | DrainWorker], WorkerCommand)
 REMEMBERED = 20_000
-"""Cancelled groups and refused jobs remembered."""
+"""Refused jobs remembered."""
 DRAIN_MARGIN_S = 2.0
 """Kept back from the drain's time for handing work back and flushing."""
-LAST_CHANCE = 1.5
-"""A job whose version is not here is kept when fewer delays than this are left to its deadline."""
-GIVE_UP_S = 0.5
-"""So long before its deadline it fails, so that the record says why."""
 LEASE_PAUSE_S = 0.05
 """Between two leases, however fast the weights change."""
 
@@ -83,7 +80,6 @@ class SamplerService:
         self._held: dict[int, HeldJob] = {}
         self._triage: set[asyncio.Task[None]] = set()
         self._refusals: OrderedDict[int, int] = OrderedDict()
-        self._cancelled: OrderedDict[str, None] = OrderedDict()
         self._room = asyncio.Event()
         self._idle = asyncio.Event()
         self._failure: asyncio.Future[None] | None = None
@@ -104,8 +100,7 @@ class SamplerService:
     def _wire(self, bus: Bus, blobs: Blobs) -> None:
         self._workers: Table[WorkerState] = Table(bus, WORKERS, WorkerState)
         self._weights = Weights(bus, blobs, self.engine, self.settings, self.worker)
-        self._suspects = Suspects(bus)
-        self._ledger = LedgerDesk(bus, self.settings.ledger_timeout_s)
+        suspects = Suspects(bus)
         self._commit = GroupCommit(bus)
         scripted = self.settings.engine is EngineKind.SCRIPTED
         context = Context(
@@ -113,7 +108,7 @@ class SamplerService:
             self._commit,
             Headroom(bus),
             self.engine,
-            self._suspects,
+            suspects,
             ParserDesk(lambda: self.engine.tokenizer, self.settings.model, optional=scripted),
             self._weights,
             self.settings,
@@ -122,6 +117,15 @@ class SamplerService:
         )
         self._handler = Handler(context, self._free_seat)
         self._lanes = Lanes(bus, self.pool, self._allowance, self._wait_for_room, self._take)
+        self._verdicts = Triage(
+            self._weights,
+            LedgerDesk(bus, self.settings.ledger_timeout_s),
+            suspects,
+            self._handler,
+            self._workers,
+            self._lanes.doubtful,
+            self.settings.refuse_delay_s,
+        )
         self._expose()
 
     def _expose(self) -> None:
@@ -291,53 +295,30 @@ class SamplerService:
             await self._triage_or_queue(held)
 
     async def _triage_or_queue(self, held: HeldJob) -> None:
-        job, delivery = held.job, held.delivery
-        self._mean_cost += (max(1, len(job.indexes)) - self._mean_cost) / 16
-        if held.seconds_left() <= 0 or job.group_id in self._cancelled:
-            await self._end(held, Outcome.ACK)
-        elif not self._weights.met(job):
-            if held.seconds_left() > LAST_CHANCE * self.settings.refuse_delay_s:
+        self._mean_cost += (max(1, len(held.job.indexes)) - self._mean_cost) / 16
+        match self._verdicts.first(held):
+            case Verdict.OVER:
+                await self._end(held, Outcome.ACK)
+            case Verdict.REFUSE:
                 await self._end(held, Outcome.REFUSE)
-            else:
-                self._beside(self._last_chance(held))
-        elif self._lanes.doubtful(delivery):
-            held.doubtful = True
-            self._beside(self._ask_ledger(held))
-        else:
-            self._enqueue(held)
+            case Verdict.ASK:
+                self._beside(self._ask(held))
+            case Verdict.QUEUE:
+                self._enqueue(held)
 
     def _beside(self, triage: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(triage)
         self._triage.add(task)
         task.add_done_callback(self._triage.discard)
 
-    async def _last_chance(self, held: HeldJob) -> None:
-        """Given back, the job would come again too late: wait here for its version, and say that none came."""
-        margin_s = min(GIVE_UP_S, held.seconds_left() / 2)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(max(0.0, held.seconds_left() - margin_s)):
-                await self._weights.serves(held.job)
+    async def _ask(self, held: HeldJob) -> None:
+        outcome = await self._verdicts.ask(held)
         if held.cancelled or self._held.get(held.sequence) is not held:
             return
-        await self._ask_ledger(held, given_up=not self._weights.met(held.job))
-
-    async def _ask_ledger(self, held: HeldJob, *, given_up: bool = False) -> None:
-        status = await self._ledger.status(held.job.group_id)
-        if status is not None:
-            if status.closed_seq:
-                await self._end(held, Outcome.ACK)
-                return
-            held.done = dict(status.done)
-        if given_up:
-            await self._end(held, await self._handler.unavailable(held))
-            return
-        if held.refused:
-            try:
-                held.suspect = await self._suspects.starts(held.job.group_id) > 0
-            except BusError as error:
-                log.warning("starts_unreadable", group=held.job.group_id, error=error.message)
-                held.suspect = True
-        self._enqueue(held)
+        if outcome is None:
+            self._enqueue(held)
+        else:
+            await self._end(held, outcome)
 
     def _enqueue(self, held: HeldJob) -> None:
         if held.cancelled or self._draining or self._held.get(held.sequence) is not held:
@@ -430,20 +411,19 @@ class SamplerService:
             log.info("drain_asked", deadline=command.deadline)
             self._drain_asked.set()
             return
-        wanted = set(command.group_ids)
-        for group_id in wanted:
-            self._cancelled[group_id] = None
-        while len(self._cancelled) > REMEMBERED:
-            self._cancelled.popitem(last=False)
-        for held in self._queue.remove(lambda held: held.task is None and held.job.group_id in wanted):
-            held.cancel()
-            await self._end(held, Outcome.ACK)
-        for held in [h for h in self._held.values() if h.job.group_id in wanted]:
-            if held.task is not None:
+        cancels = self._verdicts.cancels
+        cancels.note(command)
+        for held in self._queue.remove(lambda held: held.task is None and cancels.wants(held.job)):
+            if not cancels.ends(held.job):
+                held.abort()
+                self._beside(self._ask(held))
+        for held in list(self._held.values()):
+            if cancels.ends(held.job) and not held.cancelled:
                 held.cancel()
-            else:  # still in triage
-                held.cancelled = True
-                await self._end(held, Outcome.ACK)
+                if held.task is None:
+                    await self._end(held, Outcome.ACK)
+            elif cancels.aborts(held.job):
+                held.abort()
 
     # -- loops --------------------------------------------------------------------------------
 

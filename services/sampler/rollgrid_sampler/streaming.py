@@ -167,7 +167,7 @@ class SampleStream:
         if not part.token_ids and not any(read):
             return
         frame = TokenFrame(
-            group_id=self._job.group_id,
+            group_id=self._job.call_id,
             index=self._index,
             attempt=self._attempt,
             offset=part.offset,
@@ -180,7 +180,7 @@ class SampleStream:
             tool_calls=read.tool_calls,
         )
         try:
-            await self._bus.publish_core(subjects.reply(self._job.group_id), frame)
+            await self._bus.publish_core(subjects.reply(self._job.call_id), frame)
         except BusError as error:  # whoever reads the stream sees the gap, and the record has everything
             log.warning("frame_lost", group=self._job.group_id, index=self._index, error=error.message)
 

@@ -25,7 +25,7 @@ def begin(held: HeldJob, worker: str) -> None:
         held.span = Span(parent) if parent is not None else OFF
         return
     assert parent is not None
-    which, attempt = (job.group_id, job.shard), held.attempt
+    which, attempt = (job.call_id, job.shard), held.attempt
     telemetry.record(
         "queue jobs",
         parent,

@@ -25,6 +25,7 @@ from .desired import Wanted, choose, wanted
 from .engines.base import Engine, WeightsRefused
 from .fingerprints import Fingerprints
 from .folders import Folders
+from .pinned import PinnedSessions, lost
 from .pins import Pins
 from .proofs import Proofs, Quarantined
 from .reconciler import Reconciler
@@ -54,6 +55,7 @@ class Weights:
         self._found: Versioned[PolicyState] | None = None
         self._pins = Pins(bus, settings.tenant, settings.policy)
         self._asked: frozenset[int] = frozenset()
+        self._sessions = PinnedSessions(self._pins)
         self._folders = Folders(blobs, settings)
         self.changed = asyncio.Event()
         self._observed = 0
@@ -61,7 +63,13 @@ class Weights:
         self._proofs = Proofs(bus, Fingerprints(bus, settings.tenant, settings.policy, worker), self.changed.set)
         self._spare = SpareChecks(engine, self._folders, self._proofs, settings)
         self._reconciler = Reconciler(
-            engine, self._folders, self._proofs, settings, self.changed.set, self._spare.applied
+            engine,
+            self._folders,
+            self._proofs,
+            settings,
+            self.changed.set,
+            self._spare.applied,
+            self._sessions.released,
         )
         self.ready = asyncio.Event()
         self.quarantined: str | None = None
@@ -130,7 +138,14 @@ class Weights:
     def met(self, job: SampleGroup) -> bool:
         """Whether the job may be begun now.  A group that needs one version does not begin on one that goes."""
         version = self.choose(job.weights)
-        return version is not None and not (self._reconciler.holding_back and needs_one(job))
+        going = self._reconciler.holding_back and needs_one(job) and not self._sessions.known(job)
+        return version is not None and not going
+
+    def lost(self, job: SampleGroup) -> bool:
+        """Whether the version of a pinned session is not here and, as far as the policy's state tells, never will be."""
+        if job.session is None or job.weights.rule is not VersionRule.EXACT or self.has(job.weights.value):
+            return False
+        return lost(job.weights.value, self._want(), self.state)
 
     async def serves(self, job: SampleGroup) -> None:
         """Wait until the job may be begun."""
@@ -149,8 +164,13 @@ class Weights:
             await self._reconciler.moved()
 
     @contextlib.contextmanager
-    def use(self, version: int) -> Iterator[None]:
-        """Of a LoRA version: it stays loaded.  Of the full weights: a swap waits (both within their grace)."""
+    def use(self, version: int, job: SampleGroup | None = None) -> Iterator[None]:
+        """Of a LoRA version: it stays loaded.  Of the full weights: a swap waits (both within their grace).
+
+        For a pinned session's turn the swap waits for the session, too.
+        """
+        if job is not None:
+            self._sessions.note(job)
         with self._reconciler.uses.of(version):
             yield
 

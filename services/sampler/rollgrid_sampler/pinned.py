@@ -1,0 +1,70 @@
+"""Sessions that keep one version and play here, and whether a version will ever be here again.
+
+LoRA versions stay side by side while somebody holds a pin.  Full weights are replaced: between two turns of a
+session that was played here, and whose pin is held, the swap waits within the grace, and the session's turns
+are played meanwhile.  Sessions of other workers do not delay it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+
+from rollgrid_contracts.checkpoints import CheckpointKind, PolicyState
+from rollgrid_contracts.jobs import SampleGroup, VersionRule
+from rollgrid_runtime.errors import BusError
+from rollgrid_runtime.logging import get_logger
+
+from .desired import Wanted, adopted
+from .pins import Pins
+
+log = get_logger(__name__)
+REMEMBERED = 20_000
+LOOK_S = 0.25
+"""While a swap waits, the pins are looked at so often."""
+
+
+class PinnedSessions:
+    """Those that were played here, and their version."""
+
+    def __init__(self, pins: Pins) -> None:
+        self._pins = pins
+        self._versions: OrderedDict[str, int] = OrderedDict()
+
+    def note(self, job: SampleGroup) -> None:
+        if job.session is None or job.weights.rule is not VersionRule.EXACT:
+            return
+        self._versions[job.session.session] = job.weights.value
+        self._versions.move_to_end(job.session.session)
+        while len(self._versions) > REMEMBERED:
+            self._versions.popitem(last=False)
+
+    def known(self, job: SampleGroup) -> bool:
+        """Whether the job is a turn of such a session, on the same version."""
+        return job.session is not None and self._versions.get(job.session.session) == job.weights.value
+
+    async def released(self, version: int) -> None:
+        """Return when none of them holds the version any more; unknown pins are held."""
+        while True:
+            mine = [session for session, kept in self._versions.items() if kept == version]
+            for session in mine:
+                try:
+                    if await self._pins.holds(version, session):
+                        break
+                except BusError as error:
+                    log.warning("pin_unreadable", session=session, error=error.message)
+                    break
+                self._versions.pop(session, None)
+            else:
+                return
+            await asyncio.sleep(LOOK_S)
+
+
+def lost(version: int, want: Wanted, state: PolicyState | None) -> bool:
+    """Whether nothing in the policy's state would bring back a version that is not loaded."""
+    if state is None or version > state.newest or version in {one.version for one in want.versions}:
+        return False
+    if version == state.desired or (state.rollout is not None and version == state.rollout.previous):
+        return False
+    found = adopted(state, version)
+    return found.kind is CheckpointKind.FULL or found.going or found.base_version != want.full.version
