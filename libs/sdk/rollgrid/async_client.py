@@ -161,11 +161,22 @@ class AsyncClient:
         return AsyncBatch(self._transport, accepted)
 
     def trajectories(
-        self, run: str, *, cursor: int | CursorFile = 0, follow: bool = True, timeout: float | None = None
+        self,
+        run: str,
+        *,
+        cursor: int | CursorFile = 0,
+        follow: bool = True,
+        timeout: float | None = None,
+        until: Iterable[str] = (),
     ) -> AsyncGenerator[Group, None]:
         """As `Client.trajectories`, for `async for`."""
         reader = GroupReader(
-            functools.partial(calls.run_page, run), scope=f"run:{run}", cursor=cursor, follow=follow, timeout_s=timeout
+            functools.partial(calls.run_page, run),
+            scope=f"run:{run}",
+            cursor=cursor,
+            follow=follow,
+            timeout_s=timeout,
+            expected=until,
         )
         return _read(self._transport, reader)
 

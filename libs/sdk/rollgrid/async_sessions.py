@@ -11,9 +11,9 @@ from rollgrid_contracts.episodes import ForkReason
 
 from . import session_calls
 from .errors import RollgridError
-from .session_answers import Ended, SessionState
+from .session_answers import Ended, Opened, SessionState
 from .session_calls import HEAD, Head, TurnRewards
-from .sessions import GIVING_UP_S, OPEN, SessionTerms, SessionView, failing, opened_of, opening, view_of
+from .sessions import GIVING_UP_S, SessionTerms, SessionView, failing, opened_of, opening, view_of
 from .transport import AsyncTransport
 from .turns import IdsLike, Turn
 
@@ -106,17 +106,16 @@ class AsyncSessions:
     ) -> AsyncSession:
         """As `Sessions.open`."""
         call, sampling = opening(run, group, index, n, terms)
-        return self._view(await self._transport.send(call), sampling=sampling)
+        return self._view(await self._transport.send(call), None, sampling)
 
     async def get(
         self, session: str, *, branch: str | None = None, sampling: Mapping[str, Any] | None = None
     ) -> AsyncSession:
         """As `Sessions.get`."""
-        state = await self.state(session)
-        return self._view(opened_of(state), branch, sampling, ended=state.status != OPEN)
+        return self._view(opened_of(await self.state(session)), branch, sampling)
 
     async def state(self, session: str) -> SessionState:
         return await self._transport.send(session_calls.state(session))
 
-    def _view(self, *names: Any, **more: Any) -> AsyncSession:
-        return AsyncSession(self._transport, *view_of(self._transport.endpoint, *names, **more))
+    def _view(self, opened: Opened, branch: str | None, sampling: Mapping[str, Any] | None) -> AsyncSession:
+        return AsyncSession(self._transport, *view_of(self._transport.endpoint, opened, branch, sampling))

@@ -207,15 +207,26 @@ class Client:
         return Batch(self._transport, Accepted(batch_id=batch_id, run=known.run, deadline=known.deadline))
 
     def trajectories(
-        self, run: str, *, cursor: int | CursorFile = 0, follow: bool = True, timeout: float | None = None
+        self,
+        run: str,
+        *,
+        cursor: int | CursorFile = 0,
+        follow: bool = True,
+        timeout: float | None = None,
+        until: Iterable[str] = (),
     ) -> Generator[Group, None, None]:
         """Every closed group of `run` behind `cursor`, oldest first; resumes as `Batch.groups` does.
 
         With `follow` it waits for more until `timeout` (then DeadlineExceeded; None: for ever), without
-        it ends when everything there is has been read.
+        it ends when everything there is has been read.  It also ends when all groups of `until` have been read.
         """
         reader = GroupReader(
-            functools.partial(calls.run_page, run), scope=f"run:{run}", cursor=cursor, follow=follow, timeout_s=timeout
+            functools.partial(calls.run_page, run),
+            scope=f"run:{run}",
+            cursor=cursor,
+            follow=follow,
+            timeout_s=timeout,
+            expected=until,
         )
         return _read(self._transport, reader)
 

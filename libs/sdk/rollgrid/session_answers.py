@@ -10,7 +10,10 @@ from rollgrid_contracts.jobs import VersionSpan
 
 
 class Opened(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer of `POST /v1/sessions`: the session is open, again or for the first time."""
+    """Answer of `POST /v1/sessions`: the session is there, again or for the first time.
+
+    `status` as in `SessionState`, `turns` that have been played; the group's close lies behind `cursor`.
+    """
 
     session: str
     run: str
@@ -22,6 +25,9 @@ class Opened(msgspec.Struct, frozen=True, kw_only=True):
     model: str = ""
     expires_at: float = 0.0
     deadline: float = 0.0
+    status: str = "open"
+    turns: int = 0
+    cursor: int = 0
 
 
 class Forked(msgspec.Struct, frozen=True, kw_only=True):

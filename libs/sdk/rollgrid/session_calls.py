@@ -111,7 +111,7 @@ class Address:
     ) -> Call[Forked]:
         """`from_turn` None: at the root.  A turn still under way on this branch is waited for."""
         more = {"name": name, "detail": detail, "metadata": None if metadata is None else dict(metadata)}
-        body: dict[str, Any] = {"branch": self.branch} if from_turn is HEAD else {"from": from_turn}
+        body: dict[str, Any] = {"branch": self.branch} if from_turn is HEAD else {"from_turn": from_turn}
         body["reason"] = ForkReason(reason).value
         return self._post("fork", {**body, **_given(more)}, Forked, key)
 

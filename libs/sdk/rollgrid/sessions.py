@@ -297,18 +297,17 @@ class Sessions:
         The group closes when all n sessions have ended, or at `deadline_s`.  `SessionTerms` says what else there is.
         """
         call, sampling = opening(run, group, index, n, terms)
-        return self._view(self._transport.send(call), sampling=sampling)
+        return self._view(self._transport.send(call), None, sampling)
 
     def get(self, session: str, *, branch: str | None = None, sampling: Mapping[str, Any] | None = None) -> Session:
         """A session that was opened before, perhaps by another process; asks the server for it."""
-        state = self.state(session)
-        return self._view(opened_of(state), branch, sampling, ended=state.status != OPEN)
+        return self._view(opened_of(self.state(session)), branch, sampling)
 
     def state(self, session: str) -> SessionState:
         return self._transport.send(session_calls.state(session))
 
-    def _view(self, *names: Any, **more: Any) -> Session:
-        return Session(self._transport, *view_of(self._transport.endpoint, *names, **more))
+    def _view(self, opened: Opened, branch: str | None, sampling: Mapping[str, Any] | None) -> Session:
+        return Session(self._transport, *view_of(self._transport.endpoint, opened, branch, sampling))
 
 
 def view_of(
@@ -316,12 +315,10 @@ def view_of(
     opened: Opened,
     branch: str | None = None,
     sampling: Mapping[str, Any] | None = None,
-    *,
-    ended: bool = False,
 ) -> tuple[Any, ...]:
     """Arguments of a `SessionView`."""
     address = Address(opened.session) if branch is None else Address(opened.session, branch)
-    return endpoint.url, endpoint.api_key, opened, address, Life(ended=ended), sampling or {}
+    return endpoint.url, endpoint.api_key, opened, address, Life(ended=opened.status != OPEN), sampling or {}
 
 
 def opened_of(state: SessionState) -> Opened:
@@ -334,4 +331,6 @@ def opened_of(state: SessionState) -> Opened:
         n=state.n,
         policy=state.policy,
         model=state.model,
+        status=state.status,
+        turns=state.turns,
     )
