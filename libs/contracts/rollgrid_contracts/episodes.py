@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from .arrays import TokenIds
+from .scoring import ScorerSpec
 
 MAIN_BRANCH = "main"
 """The branch every session begins with."""
@@ -59,6 +60,7 @@ class SessionTerms(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True
     """What a session was opened with.  `ttl_s` counts from the last turn; 0 caps leave the deployment's.
 
     `weights_rule` and `weights_value` are a `WeightConstraint` for every turn; `deadline` is the group's (UNIX seconds).
+    `scorers` and `task` are the group's too: they travel on with `SessionEnded`.
     """
 
     policy: str
@@ -73,6 +75,8 @@ class SessionTerms(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True
     weights_rule: str = "latest"
     weights_value: int = 0
     deadline: float = 0.0
+    scorers: tuple[ScorerSpec, ...] = ()
+    task: dict[str, Any] = {}
 
 
 class TurnNode(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
@@ -135,7 +139,8 @@ class SessionEnded(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True
     """Event: no further turn of this session will come.
 
     `reward` and `turn_rewards` (turn → value) are the customer's own.  `leaf` is the turn that ends the path scorers
-    see; `messages` is that path's conversation and `text` its last answer, both only where a scorer must still act.
+    see; `messages` is that path's conversation and `text` its last answer, both only where a scorer must still act, as
+    are `scorers` and their `task`.
     """
 
     tenant: str
@@ -154,3 +159,5 @@ class SessionEnded(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True
     ended_at: float = 0.0
     job_seq: int = 0
     traceparent: str | None = None
+    scorers: tuple[ScorerSpec, ...] = ()
+    task: dict[str, Any] = {}
