@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,27 @@ class Renderer:
 
         Raises RenderingError when there is no template or it refuses the messages, TooManyTokens as `encode`.
         """
+        text = self.chat_text(
+            messages,
+            tools=tools,
+            documents=documents,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            options=options,
+        )
+        return text, self.encode(text, add_special_tokens=add_special_tokens, at_most=at_most)
+
+    def chat_text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        documents: Sequence[Mapping[str, str]] = (),
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        options: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The text alone of `render`; raises RenderingError likewise."""
         if not self.has_chat_template:
             raise RenderingError("this model has no chat template: send prompt or prompt_token_ids")
         taken = sorted(_OWN_ARGUMENTS.intersection(options or {}))
@@ -126,7 +148,26 @@ class Renderer:
             )
         except Exception as error:  # a template is a program: whatever it raises is about its input
             raise RenderingError(f"the chat template refused the messages: {error}") from error
-        return text, self.encode(text, add_special_tokens=add_special_tokens, at_most=at_most)
+        return text
+
+    def exact_text(self, ids: Sequence[int]) -> str:
+        """Text of `ids`, special tokens included and no space tidied away."""
+        known = [token for token in ids if token < self.size]
+        text: str = self._tokenizer.decode(known, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
+
+    @cached_property
+    def special_tokens(self) -> dict[int, str]:
+        """Ids that stand for no text of a message, such as those that end a turn, with their names."""
+        added = getattr(self._tokenizer, "added_tokens_decoder", {})
+        found = {token: str(entry.content) for token, entry in added.items() if entry.special}
+        names = zip(self._tokenizer.all_special_ids, self._tokenizer.all_special_tokens, strict=True)
+        return found | {int(token): str(name) for token, name in names}
+
+    @property
+    def eos_id(self) -> int | None:
+        found: int | None = self._tokenizer.eos_token_id
+        return found
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `ids`; ids the tokenizer does not know give nothing."""

@@ -1,0 +1,85 @@
+"""How a chat template begins an answer: the same text whether the answer is still to come or stands in the history."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from .renderer import Renderer, RenderingError
+
+_MARK = "zqanswerqz"
+_MOST_REMEMBERED = 64
+"""Variables of a template that are remembered at once."""
+
+
+class Header(NamedTuple):
+    """`text` opens an answer; what follows it up to the answer itself is reasoning, prefilled or stripped."""
+
+    text: str
+
+    def precedes(self, part: str, seen: str, closings: set[str] | None) -> bool:
+        """Whether `part`, the template's text before an answer, is what was `seen` there.
+
+        `closings` may stand before it (they end the answer before); None: anything.
+        """
+        if self.text:
+            at = seen.rfind(self.text)
+            if at < 0:
+                return False
+            seen = seen[: at + len(self.text)]
+        at = part.rfind(seen)
+        if at < 0:
+            return False
+        rest, before = part[at + len(seen) :], part[:at].strip()
+        prefilled = self.text not in rest if self.text else not rest.strip()
+        return prefilled and (closings is None or before in closings)
+
+
+class Headers:
+    """Finds the header for given template variables, and remembers it."""
+
+    def __init__(self, renderer: Renderer) -> None:
+        self._renderer = renderer
+        self._found: dict[str, Header | None] = {}
+
+    def of(self, options: Mapping[str, Any] | None) -> Header | None:
+        """None where the template does not let it be told."""
+        key = json.dumps(options or {}, sort_keys=True, default=repr)
+        if key not in self._found:
+            if len(self._found) >= _MOST_REMEMBERED:
+                self._found.clear()
+            self._found[key] = self._find(options)
+        return self._found[key]
+
+    def _find(self, options: Mapping[str, Any] | None) -> Header | None:
+        asked = {"role": "user", "content": "x"}
+        answer = {"role": "assistant", "content": _MARK}
+        try:
+            question = self._renderer.chat_text([asked], add_generation_prompt=False, options=options)
+            forms = [
+                self._renderer.chat_text([asked], options=options),
+                self._renderer.chat_text([asked, answer], add_generation_prompt=False, options=options),
+                self._renderer.chat_text([asked, answer, asked], add_generation_prompt=False, options=options),
+            ]
+        except RenderingError:
+            return None
+        if not all(form.startswith(question) for form in forms) or not all(_MARK in form for form in forms[1:]):
+            return None
+        begun = [form[len(question) :].partition(_MARK)[0] for form in forms]
+        return Header(self._whole_tokens(_common(begun), min(begun, key=len)))
+
+    def _whole_tokens(self, common: str, shortest: str) -> str:
+        """`common` cut back to the end of a special token or line, where the forms part in mid-word (`<think>`, `</think>`)."""
+        if common == shortest:
+            return common
+        names = self._renderer.special_tokens.values()
+        ends = [common.rfind(name) + len(name) for name in names if name in common]
+        return common[: max([common.rfind("\n") + 1, *ends])]
+
+
+def _common(texts: Sequence[str]) -> str:
+    """The longest text that all begin with."""
+    shortest = min(texts, key=len)
+    end = next((i for i, character in enumerate(shortest) if any(t[i] != character for t in texts)), len(shortest))
+    return shortest[:end]
