@@ -12,7 +12,16 @@ from rollgrid_contracts import codec
 from rollgrid_contracts.checkpoints import CheckpointKind, CheckpointManifest, TensorInfo
 
 from .errors import invalid
-from .names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, SIDE_FILES, check_file_name, is_weights
+from .names import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    DELTA,
+    SAFETENSORS,
+    SIDE_FILES,
+    check_file_name,
+    is_delta,
+    is_weights,
+)
 from .tensors import file_info, tensor_infos
 
 MAX_STEP = 2**63 - 1
@@ -96,8 +105,7 @@ def check_manifest(manifest: CheckpointManifest) -> None:
         check_file_name(name)
     if len(set(names)) != len(names):
         raise invalid("the manifest names a file twice", "files")
-    if not any(is_weights(name) for name in names):
-        raise invalid("the manifest names no *.safetensors file", "files")
+    _check_kind(manifest, names)
     if (ADAPTER_CONFIG in names) != (manifest.kind is CheckpointKind.LORA):
         there = "holds" if ADAPTER_CONFIG in names else "lacks"
         raise invalid(f"a {manifest.kind.value} version {there} {ADAPTER_CONFIG}", ADAPTER_CONFIG)
@@ -110,6 +118,19 @@ def check_manifest(manifest: CheckpointManifest) -> None:
         raise invalid(f"step is not in 0..{MAX_STEP}", "step")
     if manifest.next_within_s is not None and not 0 < manifest.next_within_s < math.inf:
         raise invalid("next_within_s is not a positive number of seconds", "next_within_s")
+
+
+def _check_kind(manifest: CheckpointManifest, names: Sequence[str]) -> None:
+    """A delta consists of delta files and says what they lead to; everything else of tensors."""
+    is_made_of, suffix = (is_delta, DELTA) if manifest.kind is CheckpointKind.DELTA else (is_weights, SAFETENSORS)
+    other = is_weights if manifest.kind is CheckpointKind.DELTA else is_delta
+    if not any(map(is_made_of, names)):
+        raise invalid(f"the manifest names no *{suffix} file", "files")
+    if any(map(other, names)):
+        raise invalid(f"a {manifest.kind.value} version consists of *{suffix} files alone", "files")
+    if manifest.kind is CheckpointKind.DELTA and (manifest.base_version is None or not manifest.weights_digest):
+        field = "base_version" if manifest.base_version is None else "tensors"
+        raise invalid(f"a delta version needs {field}: what it goes on from, and leads to", field)
 
 
 def encode_manifest(manifest: CheckpointManifest) -> bytes:
