@@ -87,17 +87,17 @@ class FaultyIngest:
         self.bodies[key] = await request.body()
         count = len(msgspec.json.decode(self.bodies[key])["tasks"])
         answer = {"batch_id": f"b-{key}", "run": "r", "policy": "p", "cursor": 0, "n": 1, "deadline": 0.0}
-        return _answer({**answer, "group_ids": [f"g{index}" for index in range(count)]}, 202)
+        return reply({**answer, "group_ids": [f"g{index}" for index in range(count)]}, 202)
 
     async def status(self, request: Request) -> Response:
         if self.forgotten:
             return await refuse(404, "not_found", retryable=False)(request) or Response(status_code=500)
         progress = {"run": "r", "groups": self.batch_size, "closed": len(self.groups), "samples": 0, "finished": 0}
         known = {"batch_id": request.path_params["batch"], "counts": {}, "status": "open", "done": False, "cursor": 0}
-        return _answer({**progress, **known})
+        return reply({**progress, **known})
 
     async def cancel(self, request: Request) -> Response:
-        return _answer({"batch_id": request.path_params["batch"], "status": "cancelling"}, 202)
+        return reply({"batch_id": request.path_params["batch"], "status": "cancelling"}, 202)
 
     async def page(self, request: Request) -> Response:
         cursor = int(request.query_params["cursor"])
@@ -109,11 +109,11 @@ class FaultyIngest:
         done = bool(self.batch_size) and sum(at > reached for at, _ in self.groups) == 0
         done = done and len(self.groups) >= self.batch_size and "batch" in request.path_params
         items = [{"cursor": at, "group": msgspec.Raw(codec.encode(group))} for at, group in behind]
-        return _answer({"groups": items, "cursor": reached, "done": done})
+        return reply({"groups": items, "cursor": reached, "done": done})
 
     async def version(self, request: Request) -> Response:
         names = request.path_params
-        return _answer({"policy": names["p"], "version": int(names["version"]), **self.standing})
+        return reply({"policy": names["p"], "version": int(names["version"]), **self.standing})
 
     async def policy(self, request: Request) -> Response:
         loaded = [{"policy": "p", "version": self.newest}] if self.loaded is None else self.loaded
@@ -125,24 +125,24 @@ class FaultyIngest:
             "newest": self.newest,
             "workers": [{**worker, "loaded": loaded}],
         }
-        return _answer(answer)
+        return reply(answer)
 
     async def begin(self, request: Request) -> Response:
         terms = msgspec.json.decode(await request.body())
         if terms["version"] is not None and terms["version"] <= self.newest and terms["upload"] not in self.uploads:
             return await refuse(409, "version_unavailable", retryable=False)(request) or Response(status_code=500)
         self.uploads.setdefault(terms["upload"], terms)
-        return _answer({"policy": "p", "upload": terms["upload"], "world": terms["world"]})
+        return reply({"policy": "p", "upload": terms["upload"], "world": terms["world"]})
 
     async def put_file(self, request: Request) -> Response:
         content = await request.body()
         self.files[request.path_params["name"]] = content
-        return _answer({"name": "x", "size": len(content), "sha256": hashlib.sha256(content).hexdigest()})
+        return reply({"name": "x", "size": len(content), "sha256": hashlib.sha256(content).hexdigest()})
 
     async def shard(self, request: Request) -> Response:
         shard = msgspec.json.decode(await request.body())
         self.shards.setdefault(request.path_params["upload"], {})[shard["rank"]] = shard["files"]
-        return _answer({"upload": "u", "rank": shard["rank"], "missing": []})
+        return reply({"upload": "u", "rank": shard["rank"], "missing": []})
 
     async def commit(self, request: Request) -> Response:
         name = request.path_params["upload"]
@@ -153,7 +153,7 @@ class FaultyIngest:
         if name not in self.committed:
             self.newest += 1
             self.committed[name] = self.newest
-        return _answer({"policy": "p", "version": self.committed[name], "created": True})
+        return reply({"policy": "p", "version": self.committed[name], "created": True})
 
     # -- the server -----------------------------------------------------------------------------
 
@@ -182,11 +182,16 @@ class FaultyIngest:
                 Route("/v1/policies/{p}/uploads/{upload}/files/{name}", faulty(self.put_file), methods=["PUT"]),
                 Route("/v1/policies/{p}/uploads/{upload}/shards", faulty(self.shard), methods=["POST"]),
                 Route("/v1/policies/{p}/uploads/{upload}/commit", faulty(self.commit), methods=["POST"]),
+                *(Route(path, faulty(route), methods=["POST"]) for path, route in self.more_posts().items()),
             ]
         )
 
+    def more_posts(self) -> dict[str, Callable[[Request], Awaitable[Response]]]:
+        """Further routes by path."""
+        return {}
 
-def _answer(body: object, status: int = 200) -> Response:
+
+def reply(body: object, status: int = 200) -> Response:
     return Response(msgspec.msgpack.encode(body), status, None, codec.MSGPACK)
 
 
