@@ -76,3 +76,22 @@ def broken_factory(**_: Any) -> Obedient:
 
 def deadly_factory(**_: Any) -> Obedient:
     os._exit(5)
+
+
+class Attentive:
+    """Says what it was shown of a session; 1 for every turn whose text has "good", 0.5 over all.
+
+    A last answer of "too many" gets a value more than there are turns.
+    """
+
+    name = "attentive"
+    version = "1"
+
+    def score(self, task: ScoreInput) -> Verdict:
+        roles = ",".join(message["role"] for message in task.messages or ())
+        values = tuple(float("good" in text) for text in task.turn_texts)
+        if task.text == "too many":
+            values += (1.0,)
+        return Verdict(
+            0.5, f"{roles}|{'/'.join(task.turn_texts)}|{task.tokens}|{task.finish_reason}", turn_values=values
+        )

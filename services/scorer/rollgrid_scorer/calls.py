@@ -37,6 +37,7 @@ class Item(msgspec.Struct, frozen=True, array_like=True):
     finish_reason: str | None
     tokens: int
     index: int
+    turn_texts: tuple[str, ...] = ()
 
 
 class Shared(msgspec.Struct, frozen=True, array_like=True):
@@ -58,6 +59,7 @@ class Shared(msgspec.Struct, frozen=True, array_like=True):
             messages=self.messages,
             task=self.task,
             metadata=self.metadata,
+            turn_texts=item.turn_texts,
         )
 
 

@@ -1,7 +1,7 @@
 """One finish in, one `SamplesScored` out, then the ack.
 
-The first kind of scorer reads `SamplesFinished`; the next ones read what the one before published, and
-fetch the finish it judged from the stream.  Nothing here invents a number: a sample has a value only if
+The first kind of scorer reads `SamplesFinished`, or `SessionEnded` of a session; the next ones read what the one
+before published, and fetch the event it judged from the stream.  Nothing here invents a number: a sample has a value only if
 its judge gave one.  The timers are the ledger's: past the job's deadline an event is acknowledged and
 nothing more.
 """
@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 from rollgrid_contracts import codec, subjects
+from rollgrid_contracts.episodes import SessionEnded
 from rollgrid_contracts.ids import NO_SESSION
 from rollgrid_contracts.samples import SamplesFinished, SampleStatus, ScoringTask
 from rollgrid_contracts.scoring import (
@@ -35,9 +36,11 @@ from . import traces
 from .isolation import IsolationError
 from .judges import Judge, NotNow
 from .metrics import EVENT_SECONDS, EVENTS, QUEUE_WAIT, SCORES, SECONDS
+from .sessions import finish_of
 
 log = get_logger(__name__)
-Event: Any = SamplesFinished | SamplesScored
+Judged: Any = SamplesFinished | SessionEnded
+Event: Any = SamplesFinished | SessionEnded | SamplesScored
 RETRY_S = 1.0
 BUG_DELAY_S = 5.0
 
@@ -115,10 +118,10 @@ class Handler:
         """The finish to judge and its sequence; None when the ledger has no need of it any more."""
         while True:
             try:
-                event: SamplesFinished | SamplesScored = await delivery.message(Event)
-                if isinstance(event, SamplesFinished):
-                    return delivery.sequence, event
-                return await self._judged(event)
+                event: SamplesFinished | SessionEnded | SamplesScored = await delivery.message(Event)
+                if isinstance(event, SamplesScored):
+                    return await self._judged(event)
+                return await self._finish(delivery.sequence, event)
             except PayloadGone:
                 raise
             except (StorageError, BusError) as error:
@@ -126,13 +129,20 @@ class Handler:
                 await asyncio.sleep(RETRY_S)
 
     async def _judged(self, scored: SamplesScored) -> tuple[int, SamplesFinished] | None:
-        """The finish that another scorer has judged before."""
+        """What another scorer has judged before."""
         stored = await self._bus.stored(SAMPLES.name, scored.finished_seq)
         if stored is None:
             return None
         headers = stored.headers or {}
         data = await self._bus.resolve(stored.data or b"", headers)
-        return scored.finished_seq, codec.decode(data, SamplesFinished, headers.get(Header.CONTENT_TYPE, codec.MSGPACK))
+        event = codec.decode(data, Judged, headers.get(Header.CONTENT_TYPE, codec.MSGPACK))
+        return await self._finish(scored.finished_seq, event)
+
+    async def _finish(self, sequence: int, event: SamplesFinished | SessionEnded) -> tuple[int, SamplesFinished] | None:
+        if isinstance(event, SamplesFinished):
+            return sequence, event
+        finished = await finish_of(self._bus, sequence, event)
+        return None if finished is None else (sequence, finished)
 
     async def _score_and_publish(self, sequence: int, finished: SamplesFinished, task: ScoringTask) -> str:
         samples = [sample for sample in finished.samples if sample.status is SampleStatus.SUCCEEDED]

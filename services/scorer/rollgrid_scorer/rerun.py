@@ -12,11 +12,12 @@ import argparse
 import asyncio
 import os
 import sys
+from collections.abc import Sequence
 from typing import BinaryIO
 
 import msgspec
 from rollgrid_contracts import codec
-from rollgrid_contracts.samples import SampleStatus, ScoringTask
+from rollgrid_contracts.samples import Sample, SampleStatus, ScoringTask
 from rollgrid_contracts.scoring import SampleScores, SamplesScored, Score, ScorerKind
 from rollgrid_contracts.trajectories import GroupClosed
 from rollgrid_runtime.errors import RollgridError
@@ -25,6 +26,7 @@ from rollgrid_runtime.logging import configure_logging
 from .calls import HEAD_SIZE, frame, frame_length
 from .isolation import Pool
 from .registry import Registry
+from .sessions import SessionTask, conversation, path_of
 from .verifiers import Verifiers
 
 AT_ONCE = 32
@@ -111,8 +113,7 @@ async def _one(judge: Verifiers, position: int, closed: GroupClosed, sink: Binar
 
 
 async def rescore(judge: Verifiers, position: int, closed: GroupClosed) -> SamplesScored:
-    """Verdicts of the record's verifiers on its succeeded samples."""
-    samples = [entry.sample for entry in closed.entries if entry.sample.status is SampleStatus.SUCCEEDED]
+    """Verdicts of the record's verifiers on its succeeded samples, a session's on its last answer."""
     task = ScoringTask(
         scorers=closed.scorers,
         prompt_text=closed.prompt_text,
@@ -120,11 +121,21 @@ async def rescore(judge: Verifiers, position: int, closed: GroupClosed) -> Sampl
         task=closed.task,
         metadata=closed.metadata,
     )
-    scores: list[list[Score]] = [[] for _ in samples]
-    for spec in closed.scorers:
-        if spec.kind is ScorerKind.VERIFIER and samples:
-            for given, score in zip(scores, await judge.scores(spec, task, samples), strict=True):
-                given.append(score)
+    succeeded = [entry for entry in closed.entries if entry.sample.status is SampleStatus.SUCCEEDED]
+    samples = [entry.sample for entry in succeeded if entry.session is None]
+    scores = await _verdicts(judge, task, samples)
+    for entry in succeeded:
+        path = path_of(entry) if entry.session is not None else ()
+        if path:
+            own = SessionTask(
+                scorers=task.scorers,
+                messages=conversation(path),
+                task=task.task,
+                metadata=task.metadata,
+                path=path,
+            )
+            samples.append(path[-1])
+            scores += await _verdicts(judge, own, path[-1:])
     return SamplesScored(
         tenant=closed.tenant,
         run=closed.run,
@@ -136,6 +147,15 @@ async def rescore(judge: Verifiers, position: int, closed: GroupClosed) -> Sampl
             for sample, given in zip(samples, scores, strict=True)
         ),
     )
+
+
+async def _verdicts(judge: Verifiers, task: ScoringTask, samples: Sequence[Sample]) -> list[list[Score]]:
+    scores: list[list[Score]] = [[] for _ in samples]
+    for spec in task.scorers:
+        if spec.kind is ScorerKind.VERIFIER and samples:
+            for given, score in zip(scores, await judge.scores(spec, task, samples), strict=True):
+                given.append(score)
+    return scores
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from rollgrid_runtime import telemetry
 from .calls import Item, Shared
 from .isolation import Outcome, Pool
 from .registry import Registry
+from .sessions import by_turn, path_of_task
 
 NO_TEXT = Outcome(ScoreStatus.VERIFIER_ERROR, None, "the sample carries no text", "", 0.0, 1)
 
@@ -35,25 +36,28 @@ class Verifiers:
 
     async def scores(self, spec: ScorerSpec, task: ScoringTask, samples: Sequence[Sample]) -> list[Score]:
         """A score for each of `samples`; raises IsolationError."""
-        items = [item for position, sample in enumerate(samples) if (item := item_of(position, sample)) is not None]
+        path = path_of_task(task)
+        texts = tuple(turn.text or "" for turn in path)
+        items = [item for place, sample in enumerate(samples) if (item := item_of(place, sample, texts)) is not None]
         shared = Shared(task.prompt_text, task.messages, task.task, task.metadata)
         timeout_s = min(spec.timeout_s, self._max_timeout_s)
         with telemetry.child(f"verify {self.label(spec)}", type=self.label(spec), samples=len(items)):
             outcomes = await self._pool.judge(spec.type, spec.params, shared, items, timeout_s) if items else {}
-        return [score_of(spec, outcomes.get(position, NO_TEXT)) for position in range(len(samples))]
+        found = [score_of(spec, outcomes.get(position, NO_TEXT)) for position in range(len(samples))]
+        return [by_turn(score, path) for score in found]
 
     def label(self, spec: ScorerSpec) -> str:
         """The scorer's type for metrics and spans: a job cannot make new ones."""
         return spec.type if spec.type in self._registry else "unknown"
 
 
-def item_of(position: int, sample: Sample) -> Item | None:
+def item_of(position: int, sample: Sample, turn_texts: tuple[str, ...] = ()) -> Item | None:
     """The sample as workers are told of it; None without a text."""
     if sample.text is None:
         return None
     content = sample.parsed.content if sample.parsed is not None else None
     reason = sample.finish_reason.value if sample.finish_reason is not None else None
-    return Item(position, sample.text, content, reason, len(sample.token_ids), sample.index)
+    return Item(position, sample.text, content, reason, len(sample.token_ids), sample.index, turn_texts)
 
 
 def score_of(spec: ScorerSpec, outcome: Outcome) -> Score:

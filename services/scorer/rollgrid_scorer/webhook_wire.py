@@ -15,6 +15,8 @@ from rollgrid_contracts.samples import Sample, SamplesFinished, ScoringTask
 from rollgrid_contracts.scoring import ScorerSpec
 from rollgrid_runtime.webhooks import WebhookParams
 
+from .sessions import path_of_task
+
 SECRET_PREFIX = "whsec_"
 MAX_TURNS = 4096
 
@@ -27,6 +29,8 @@ class AskedSample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     tokens: int = 0
     finish_reason: str | None = None
     token_ids: list[int] | None = None
+    turns: list[int] | None = None
+    """Of a session: its judged turns, the last answer's included.  `turn_values` are one for each of them."""
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,11 +50,14 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GivenScore(msgspec.Struct, frozen=True, kw_only=True):
-    """One score; `value` null says that the webhook could not judge, `invalid_output` that the model's text is unreadable."""
+    """One score; `value` null says that the webhook could not judge, `invalid_output` that the model's text is unreadable.
+
+    Without `turn` it is about the one that was asked about.
+    """
 
     index: int
     value: float | None
-    turn: int = 0
+    turn: int | None = None
     turn_values: list[float | None] = []
     detail: str | None = None
     invalid_output: bool = False
@@ -77,14 +84,14 @@ def question(event: SamplesFinished, task: ScoringTask, spec: ScorerSpec, params
         scorer=spec.name,
         prompt=task.prompt_text,
         messages=task.messages,
-        samples=[_asked(sample, ids=params.token_ids) for sample in samples],
+        samples=[_asked(sample, path_of_task(task), ids=params.token_ids) for sample in samples],
         task=task.task,
         metadata=task.metadata,
         extra=params.extra,
     )
 
 
-def _asked(sample: Sample, *, ids: bool) -> AskedSample:
+def _asked(sample: Sample, path: tuple[Sample, ...], *, ids: bool) -> AskedSample:
     return AskedSample(
         index=sample.index,
         turn=sample.turn,
@@ -93,6 +100,7 @@ def _asked(sample: Sample, *, ids: bool) -> AskedSample:
         tokens=len(sample.token_ids),
         finish_reason=sample.finish_reason.value if sample.finish_reason is not None else None,
         token_ids=list(sample.token_ids) if ids else None,
+        turns=[turn.turn for turn in path] or None,
     )
 
 
@@ -107,8 +115,9 @@ def read_answer(body: bytes, asked: Iterable[tuple[int, int]]) -> tuple[dict[tup
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise WrongShape(f"the webhook's answer: {error}") from None
     known, found = set(asked), dict[tuple[int, int], GivenScore]()
+    turns = dict(sorted(known, reverse=True))
     for score in answer.scores:
-        key = (score.index, score.turn)
+        key = (score.index, turns.get(score.index, 0) if score.turn is None else score.turn)
         if key not in known:
             raise WrongShape(f"the webhook's answer has a score for index {score.index}, which was not asked about")
         if key in found:

@@ -17,6 +17,7 @@ from rollgrid_runtime.webhooks import Allowed, AllowList, Location, WebhookParam
 
 from .judges import NotNow
 from .nursery import clean
+from .sessions import by_turn, path_of_task
 from .turns import Turns
 from .webhook_client import CallFailed, Reply, WebhookClient
 from .webhook_wire import GivenScore, WrongShape, question, read_answer, signed_headers
@@ -90,6 +91,7 @@ class Webhooks:
         else:
             blank = replace(blank, version=_version(version))
             scores = [_score(blank, given.get((sample.index, sample.turn))) for sample in samples]
+            scores = [by_turn(score, path_of_task(task)) for score in scores]
         duration_ms = round((time.monotonic() - began) * 1e3, 3)
         return [replace(score, duration_ms=duration_ms) for score in scores]
 

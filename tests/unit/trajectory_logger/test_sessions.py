@@ -23,7 +23,7 @@ from rollgrid_contracts.jobs import OpenEpisode, SampleGroup, Session, turn_call
 from rollgrid_contracts.samples import GroupsCancelled, Sample, SamplesFinished, SampleStatus
 from rollgrid_contracts.scoring import SampleScores, SamplesScored, Score, ScorerSpec, ScoreStatus
 from rollgrid_contracts.trajectories import CloseReason
-from rollgrid_trajectory_logger.ledger import Close, Ledger, Settle
+from rollgrid_trajectory_logger.ledger import Close, Event, Ledger, Settle
 from rollgrid_trajectory_logger.query import answer
 
 from .test_fold import NOW, WHO, Stream, finished, job, read_of, the_close
@@ -210,7 +210,7 @@ def test_a_job_with_a_session_of_the_callers_own_is_a_group_as_any_other() -> No
 
 def test_copies_of_the_opening_change_nothing_before_and_after_a_take_over_and_the_close() -> None:
     stream = Stream(episode(n=1, metadata={"first": True}), episode(n=1, metadata={"first": False}, deadline=7.0))
-    events = [opened(0), played(0, 0), ended(0)]
+    events: list[Event] = [opened(0), played(0, 0), ended(0)]
     assert stream.ledger.next_deadline == 100.0
     closed = the_close(stream.feed(*events))
     assert closed.metadata == {"first": True}

@@ -16,6 +16,9 @@ class ScoreInput(msgspec.Struct, frozen=True, kw_only=True):
     `text` is everything the model wrote, `content` the part behind the reasoning when the sampler
     parsed it (None = not parsed); `tokens` counts the sampled tokens.  `task` is the caller's own
     payload (answer, dataset, entry, …), as is `metadata`.
+
+    Of a session they are those of its last answer; `messages` is then the whole conversation, that answer
+    included, and `turn_texts` what the model wrote in each of its turns (empty = a single generation).
     """
 
     text: str
@@ -27,6 +30,7 @@ class ScoreInput(msgspec.Struct, frozen=True, kw_only=True):
     messages: tuple[dict[str, Any], ...] | None = None
     task: dict[str, Any] = {}
     metadata: dict[str, Any] = {}
+    turn_texts: tuple[str, ...] = ()
 
     @property
     def answer(self) -> str:
@@ -40,7 +44,8 @@ class Verdict(msgspec.Struct, frozen=True):
     `invalid_output` says that the model's output could not be read (`value` is then its price,
     usually 0).  A verifier that itself cannot work raises instead: that is never a number.
     `turn_values` are the parts of a verdict that belong to single turns of the episode, one per
-    turn in order, None where there is none; they are recorded beside `value`, never added to it.
+    turn (item of `turn_texts`) in order, None where there is none; they are recorded beside `value`,
+    never added to it.
     """
 
     value: float
