@@ -7,12 +7,12 @@ import sys
 from rollgrid_runtime.service import run_service
 
 from .service import SamplerService
-from .settings import SamplerSettings
+from .settings import SamplerSettings, redis_if_named
 
 
 def main() -> int:
     settings = SamplerSettings()
-    return run_service(SamplerService(settings), settings)
+    return run_service(SamplerService(settings, redis=redis_if_named()), settings)
 
 
 if __name__ == "__main__":

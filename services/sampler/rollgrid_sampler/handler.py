@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
@@ -24,12 +25,13 @@ from rollgrid_runtime.logging import bound, get_logger
 
 from . import metrics, traces
 from .admission import check, judge
-from .engines.base import Engine, EngineDead, Generated, GenerationRequest, RequestFailed, Sent
+from .engines.base import Delta, Engine, EngineDead, Generated, GenerationRequest, OnDelta, RequestFailed, Sent
 from .generation import ConstraintLost, Generation
 from .headroom import Headroom
 from .jobs import Aborted, HeldJob, Outcome, sample_name
 from .outcomes import Outcomes
 from .parsing import ParserDesk, Reading
+from .partials import Keeper, Partials
 from .publishing import Origin, Publisher, recorded, reply
 from .resume import sent_before
 from .settings import SamplerSettings
@@ -52,6 +54,7 @@ class Context(NamedTuple):
     suspects: Suspects
     parsers: ParserDesk
     weights: Weights
+    partials: Partials
     settings: SamplerSettings
     worker: str
     incarnation: str
@@ -101,6 +104,7 @@ class Handler:
             return Outcome.ACK
         finally:
             publisher.stop()
+            self._context.partials.forget(held)
 
     async def _handle(self, held: HeldJob, publisher: Publisher) -> Outcome:
         job, context = held.job, self._context
@@ -129,6 +133,8 @@ class Handler:
             with self._keeping(job, pin):
                 outcome = await self._samples(held, publisher, pin)
             await publisher.finish()
+            if outcome is Outcome.ACK:
+                await context.partials.over(held)
         except asyncio.CancelledError:
             if starts and not held.cancelled and held.seconds_left() > 0:  # given back, which is no failed start
                 await self._withdraw(job.call_id)
@@ -205,7 +211,9 @@ class Handler:
             for index in held.missing:
                 publisher.add(self._outcomes.failed(held, index, refused.info(), None, time.time()))
             return Outcome.ACK
-        sent = await sent_before(self._context.bus, job, taken_over=held.taken_over)
+        sent = await sent_before(
+            self._context.bus, job, taken_over=held.taken_over, kept=partial(self._context.partials.taken, held)
+        )
         work = Work(held, job.prompt_token_ids.tolist(), reading, sent, pin)
         try:
             async with asyncio.TaskGroup() as group:
@@ -250,19 +258,28 @@ class Handler:
         return self._outcomes.succeeded(held, index, result, parsed, request.seed, started)
 
     async def _result(self, work: Work, request: GenerationRequest) -> tuple[Generated, Parsed | None]:
-        """The sample and its parse, streamed if that is asked for."""
+        """The sample and its parse, streamed if that is asked for; of a turn its progress is kept."""
+        if work.held.job.session is None:
+            return await self._streamed(work, request, None)
+        async with self._context.partials.keeping(work.held, request) as keeper:
+            return await self._streamed(work, request, keeper)
+
+    async def _streamed(
+        self, work: Work, request: GenerationRequest, keeper: Keeper | None
+    ) -> tuple[Generated, Parsed | None]:
         job, context, settings = work.held.job, self._context, self._context.settings
         if job.reply is not Reply.STREAM:
-            return await self._whole(work, request, None)
+            return await self._whole(work, request, keeper.take if keeper is not None else None)
         reader = work.reading.reader() if work.reading is not None else None
         pace = Pace(settings.stream_interval_s, settings.stream_tokens)
         attempt = work.held.attempt
         async with SampleStream(context.bus, job, request.index, attempt, request.sent, reader, pace) as stream:
-            result, parsed = await self._whole(work, request, stream)
+            takers = (stream.take,) if keeper is None else (stream.take, keeper.take)
+            result, parsed = await self._whole(work, request, together(takers))
             return result, await stream.finish(result, parsed)
 
     async def _whole(
-        self, work: Work, request: GenerationRequest, stream: SampleStream | None
+        self, work: Work, request: GenerationRequest, on_delta: OnDelta | None
     ) -> tuple[Generated, Parsed | None]:
         """Raises RollgridError, ConstraintLost."""
         context = self._context
@@ -274,7 +291,7 @@ class Handler:
             pin=work.pin,
             mode=context.settings.swap_mode,
             grace_s=context.settings.pin_grace_s,
-            on_delta=stream.take if stream is not None else None,
+            on_delta=on_delta,
         )
         result = await generation.run()
         judge(result, request.sampling)
@@ -373,3 +390,15 @@ class Handler:
                 await publisher.finish()
         except TimeoutError:
             log.warning("finished_samples_given_up")
+
+
+def together(takers: tuple[OnDelta, ...]) -> OnDelta:
+    """Each portion for all of them."""
+    if len(takers) == 1:
+        return takers[0]
+
+    def take(delta: Delta) -> None:
+        for taker in takers:
+            taker(delta)
+
+    return take

@@ -22,7 +22,8 @@ SLOTS = Gauge("rollgrid_sampler_slots", "Samples that may be generated at once")
 BUSY = Gauge("rollgrid_sampler_slots_busy", "Samples being generated")
 QUEUED = Gauge("rollgrid_sampler_jobs_queued", "Jobs here that wait for a slot")
 HELD = Gauge("rollgrid_sampler_jobs_held", "Jobs delivered here and not settled")
-LANES = Gauge("rollgrid_sampler_lanes", "Lanes (pool, priority, tenant) being read")
+LANES = Gauge("rollgrid_sampler_lanes", "Lanes (pool, priority, tenant; and private ones) being read")
+LANES_OF_OTHERS = Gauge("rollgrid_sampler_lanes_of_others", "Private lanes of workers that are gone, read here")
 
 QUEUE_WAIT = Histogram("rollgrid_sampler_queue_wait_seconds", "From the job's storing to its delivery", buckets=_WAITS)
 SLOT_WAIT = Histogram("rollgrid_sampler_slot_wait_seconds", "From the delivery to a sample's start", buckets=_WAITS)
@@ -36,6 +37,10 @@ REDELIVERIES = Counter("rollgrid_sampler_redeliveries_total", "Jobs that came he
 REFUSALS = Counter("rollgrid_sampler_refusals_total", "Jobs given back for later: no weights, no record, no start")
 SUSPECTS = Counter("rollgrid_sampler_suspects_total", "Starts of jobs that may have ended their sampler")
 POISON = Counter("rollgrid_sampler_poison_total", "Jobs ended as poison")
+PARTIALS = Counter("rollgrid_sampler_partials_total", "Checkpoints of long turns on their way to Redis", ["outcome"])
+RESUMED_TOKENS = Counter(
+    "rollgrid_sampler_resumed_tokens_total", "Tokens of an earlier attempt that a sample went on behind", ["source"]
+)
 HEALTH_AGE = Gauge("rollgrid_sampler_engine_health_age_seconds", "Since the engine's loop last answered; -1 = never")
 
 VERSION = Gauge("rollgrid_sampler_weight_version", "Checkpoint version that answers now; -1 = none")

@@ -1,12 +1,14 @@
 """What of a streamed group its caller has already, and whether generation may continue behind it.
 
-A worker that takes over asks whoever streams the group.  Nobody answers: everything starts again,
-and whoever forwards the stream sees that the record is not what was sent.
+A worker that takes over asks whoever streams the group.  Nobody answers: of a session's turn it goes on behind what
+its earlier owner kept (`partials`), else everything starts again, and whoever forwards the stream sees that the
+record is not what was sent.
 """
 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Awaitable, Callable
 
 import msgspec
 from rollgrid_contracts import subjects
@@ -24,6 +26,7 @@ from rollgrid_runtime.bus import Bus
 from rollgrid_runtime.errors import BusError
 from rollgrid_runtime.logging import get_logger
 
+from . import metrics
 from .engines.base import Sent
 
 log = get_logger(__name__)
@@ -78,17 +81,36 @@ def _cover(spans: tuple[VersionSpan, ...], tokens: int) -> bool:
     return bool(spans) and [span.start for span in spans] == starts and spans[-1].end == tokens
 
 
-async def sent_before(bus: Bus, job: SampleGroup, *, taken_over: bool) -> dict[int, Sent]:
-    """By index, what each sample continues behind.  Asks only for a stream that another worker may have begun."""
+async def sent_before(
+    bus: Bus, job: SampleGroup, *, taken_over: bool, kept: Callable[[], Awaitable[Resume | None]]
+) -> dict[int, Sent]:
+    """By index, what each sample continues behind.  Asks only for what another worker may have begun.
+
+    What a client has of a stream is gone on from, and nothing else, whatever was `kept`.
+    """
     found = {resume.index: resume for resume in job.resume}
-    if taken_over and job.reply is Reply.STREAM:
-        try:
-            query = StreamQuery(group_id=job.call_id)
-            state = await bus.request(subjects.resume(job.call_id), query, StreamState, ANSWER_S)
+    source = "job"
+    if taken_over:
+        state = await _streamed(bus, job) if job.reply is Reply.STREAM else None
+        if state is not None:
+            source = "stream"
             found |= {resume.index: resume for resume in state.sent}
-        except BusError as error:
-            log.info("stream_starts_again", group=job.group_id, error=error.message)
-        except msgspec.DecodeError as error:
-            log.warning("stream_state_undecodable", group=job.group_id, error=repr(error))
+        elif (partial := await kept()) is not None:
+            source = "partial"
+            found[partial.index] = partial
     usables = {index: usable(job, resume) for index, resume in found.items()}
-    return {index: sent for index, sent in usables.items() if sent is not None}
+    sent = {index: sent for index, sent in usables.items() if sent is not None}
+    metrics.RESUMED_TOKENS.labels(source).inc(sum(len(one.token_ids) for one in sent.values()))
+    return sent
+
+
+async def _streamed(bus: Bus, job: SampleGroup) -> StreamState | None:
+    """What whoever streams the job has sent on; None when nobody answers."""
+    try:
+        query = StreamQuery(group_id=job.call_id)
+        return await bus.request(subjects.resume(job.call_id), query, StreamState, ANSWER_S)
+    except BusError as error:
+        log.info("stream_starts_again", group=job.group_id, error=error.message)
+    except msgspec.DecodeError as error:
+        log.warning("stream_state_undecodable", group=job.group_id, error=repr(error))
+    return None

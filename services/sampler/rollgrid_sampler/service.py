@@ -30,7 +30,8 @@ from rollgrid_runtime.kv import Table
 from rollgrid_runtime.logging import bound, get_logger
 from rollgrid_runtime.pulling import Delivery
 from rollgrid_runtime.service import connections, instance_name, spare_collector
-from rollgrid_runtime.settings import NatsSettings, S3Settings
+from rollgrid_runtime.settings import NatsSettings, RedisSettings, S3Settings
+from rollgrid_runtime.state import State
 
 from . import metrics, traces
 from .engines.base import Engine, EngineDead, GenerationRequest
@@ -41,8 +42,10 @@ from .jobs import HeldJob, Outcome
 from .lanes import Lanes
 from .ledger import LedgerDesk
 from .parsing import ParserDesk
+from .partials import Partials
 from .settings import EngineKind, SamplerSettings
 from .slots import Slots
+from .streaming import Pace
 from .suspects import Suspects
 from .triage import Triage, Verdict
 from .weights import Weights
@@ -64,7 +67,11 @@ class SamplerService:
     name = "sampler"
 
     def __init__(
-        self, settings: SamplerSettings, nats: NatsSettings | None = None, s3: S3Settings | None = None
+        self,
+        settings: SamplerSettings,
+        nats: NatsSettings | None = None,
+        s3: S3Settings | None = None,
+        redis: RedisSettings | None = None,
     ) -> None:
         self.settings = settings
         self.worker = instance_name(settings, self.name)
@@ -73,7 +80,7 @@ class SamplerService:
             ids.policy_key(settings.tenant, settings.policy), settings.dtype, settings.device, settings.region
         )
         self.engine = make_engine(settings)
-        self._nats, self._s3 = nats or NatsSettings(), s3 or S3Settings()
+        self._nats, self._s3, self._redis = nats or NatsSettings(), s3 or S3Settings(), redis
         self._stack = contextlib.AsyncExitStack()
         self._slots = Slots(settings.places, settings.express_places)
         self._queue: FairQueue[PoolLane, HeldJob] = FairQueue()
@@ -111,6 +118,7 @@ class SamplerService:
             suspects,
             ParserDesk(lambda: self.engine.tokenizer, self.settings.model, optional=scripted),
             self._weights,
+            self._partials(),
             self.settings,
             self.worker,
             self.incarnation,
@@ -127,6 +135,12 @@ class SamplerService:
             self.settings.refuse_delay_s,
         )
         self._expose()
+
+    def _partials(self) -> Partials:
+        state = State(self._redis) if self._redis is not None else None
+        if state is not None:
+            self._stack.push_async_callback(state.close)
+        return Partials(state, Pace(self.settings.partial_interval_s, self.settings.partial_tokens))
 
     def _expose(self) -> None:
         """What is read when it is scraped."""

@@ -9,7 +9,7 @@ from typing import Self
 from pydantic import Field, SecretStr, model_validator
 from pydantic_settings import SettingsConfigDict
 from rollgrid_contracts.jobs import OnRefresh
-from rollgrid_runtime.settings import ServiceSettings
+from rollgrid_runtime.settings import RedisSettings, ServiceSettings
 
 MIB = 1024 * 1024
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -51,6 +51,12 @@ class WeightFault(StrEnum):
     """Applying takes a second."""
 
 
+def redis_if_named() -> RedisSettings | None:
+    """Without an address in the environment nothing is kept of long turns."""
+    found = RedisSettings()
+    return found if "url" in found.model_fields_set else None
+
+
 class SamplerSettings(ServiceSettings):
     model_config = SettingsConfigDict(env_prefix="ROLLGRID_SAMPLER_", extra="ignore", protected_namespaces=())
 
@@ -81,6 +87,8 @@ class SamplerSettings(ServiceSettings):
     coalesce_samples: int = Field(default=8, ge=1)
     stream_interval_s: float = Field(default=0.03, ge=0, description="a streamed sample's frames are so far apart")
     stream_tokens: int = Field(default=64, ge=1, description="tokens that make a frame go out at once")
+    partial_tokens: int = Field(default=128, ge=1, description="a turn is checkpointed in Redis every so many tokens")
+    partial_interval_s: float = Field(default=1.0, gt=0, description="and so often while tokens come, seconds")
     ledger_timeout_s: float = Field(default=1.0, gt=0)
     engine_timeout_s: float = Field(default=60.0, gt=0, description="an engine silent for so long is dead")
 

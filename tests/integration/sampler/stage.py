@@ -51,6 +51,8 @@ class Stage:
     def __init__(self, bus: Bus) -> None:
         self.bus = bus
         self.events: list[tuple[int, str, SamplesFinished]] = []
+        self.ended: dict[str, set[int]] = {}
+        """Indexes whose sessions have ended, by group, as `ledger` tells."""
         self._read = 0
 
     async def submit(self, job: SampleGroup) -> int:
@@ -120,11 +122,16 @@ class Stage:
             for group_id in query.group_ids:
                 asked.append(group_id)
                 done: dict[int, int] = {}
+                turns: dict[int, dict[int, int]] = {}
                 for sequence, _, event in self.events:
                     if event.group_id == group_id:
                         for sample in event.samples:
-                            done.setdefault(sample.index, sequence)
-                statuses.append(GroupStatus(group_id=group_id, known=True, done=done))
+                            if event.session is None:
+                                done.setdefault(sample.index, sequence)
+                            else:
+                                turns.setdefault(sample.index, {}).setdefault(sample.turn, sequence)
+                ended = tuple(self.ended.get(group_id, ()))
+                statuses.append(GroupStatus(group_id=group_id, known=True, done=done, turns=turns, ended=ended))
             await self.bus.respond(reply, LedgerAnswer(epoch=1, folded_to=1, groups=tuple(statuses)))
 
         subscription = await self.bus.subscribe(subjects.LEDGER_QUERY, LedgerQuery, answer)
