@@ -143,7 +143,8 @@ class GroupStatus(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     group the ledger has neither open nor closed.
 
     Of a group of sessions, by index: `turns` maps finished turns to the sequence of their winning event,
-    `open_turns` are those whose job is held and that have not finished, `ended` the indexes that have ended.
+    `open_turns` are those whose job is held and that have not finished, `open_jobs` the RG_JOBS sequences of their last
+    dispatch, `ended` the indexes that have ended.
     """
 
     group_id: str
@@ -156,6 +157,7 @@ class GroupStatus(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     turns: dict[int, dict[int, int]] = {}
     open_turns: dict[int, tuple[int, ...]] = {}
     ended: tuple[int, ...] = ()
+    open_jobs: dict[int, dict[int, int]] = {}
 
 
 class BatchStatus(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):

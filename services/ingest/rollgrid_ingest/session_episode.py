@@ -6,6 +6,7 @@ stands beside it (open turns, the next number) is ingest's own bookkeeping of tu
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -17,18 +18,19 @@ from rollgrid_episodes.tree import Tree
 
 from .session_events import Recorded
 
-ANY_BRANCH = ""
-"""Branch of an open turn that is known from the ledger alone: until it ends, nothing else may begin."""
-
 
 class OpenTurn(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """A turn that was begun and has not ended.  `token` names the call that began it."""
+    """A turn that was begun and has not ended.
+
+    `token` names the call that began it; `fence` is its RG_JOBS sequence, 0 until it is known to be stored.
+    """
 
     deadline: float
-    branch: str = ANY_BRANCH
+    branch: str
     parent: int | None = None
     token: str = ""
     began_at: float = 0.0
+    fence: int = 0
 
 
 def encoded(turn: OpenTurn) -> bytes:
@@ -38,7 +40,10 @@ def encoded(turn: OpenTurn) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """`open_turns` may hold turns past their deadline, which no longer hold their branch; `at` is what is folded."""
+    """`open_turns` may hold turns past their deadline, which no longer hold their branch; `at` is what is folded.
+
+    `closed` says that the group was found closed without an end of this session in the stream.
+    """
 
     tree: Tree
     opened: SessionOpened
@@ -46,7 +51,7 @@ class Episode:
     at: int
     next_turn: int = 0
     last_active: float = 0.0
-    ending: float = 0.0
+    closed: bool = False
     open_turns: Mapping[int, OpenTurn] = field(default_factory=dict)
 
     @property
@@ -61,6 +66,10 @@ class Episode:
     def until(self) -> float:
         """The deadline of the session's group, UNIX seconds; infinite when it has none."""
         return self.terms.deadline or float("inf")
+
+    def over(self, now: float) -> bool:
+        """Whether no further turn can begin: it has ended, or its group has."""
+        return self.ended is not None or self.closed or now >= self.until
 
     @property
     def expires_at(self) -> float:
@@ -78,13 +87,12 @@ Fields = dict[str, bytes | str | int | float]
 def fields_of(tree: Tree, events: Sequence[Recorded], before: Tree | None = None) -> Fields:
     """The hash fields of what `tree` learnt from `events` beyond `before` (None: of all it knows)."""
     assert tree.opened is not None
-    since, fences = (0, {}) if before is None else (before.events_to, before.fences)
+    since = 0 if before is None else before.events_to
     found: Fields = {"at": tree.events_to}
     if before is None:
         found["opened"] = codec.encode(tree.opened)
     found |= {f"n:{n.turn}:{n.seq}": codec.encode(n) for n in tree.nodes.values() if n.seq > since}
     found |= {f"l:{n.turn}:{n.seq}": codec.encode(n) for n in tree.lost.values() if n.seq > since}
-    found |= {f"d:{turn}": fence for turn, fence in tree.fences.items() if fences.get(turn) != fence}
     for seq, event, _ in events:
         if isinstance(event, SessionForked) and tree.forks.get(event.branch) == event:
             found.setdefault(f"f:{event.branch}:{seq}", codec.encode(event))
@@ -101,7 +109,6 @@ def episode_of(fields: Mapping[str, bytes], known: Episode | None) -> Episode:
     nodes = dict(known.tree.nodes) if known else {}
     lost = dict(known.tree.lost) if known else {}
     forks = dict(known.tree.forks) if known else {}
-    fences: dict[int, int] = {}
     open_turns: dict[int, OpenTurn] = {}
     for name, value in fields.items():
         kind, _, rest = name.partition(":")
@@ -114,10 +121,10 @@ def episode_of(fields: Mapping[str, bytes], known: Episode | None) -> Episode:
         elif kind == "f":
             fork = codec.decode(value, SessionForked)
             forks[fork.branch] = fork
-        elif kind == "d":
-            fences[int(rest)] = int(value)
         elif kind == "o":
-            open_turns[int(rest)] = codec.decode(value, OpenTurn, codec.JSON)
+            turn = codec.decode(value, OpenTurn, codec.JSON)
+            fence = int(fields.get(f"d:{rest}", turn.fence))
+            open_turns[int(rest)] = msgspec.structs.replace(turn, fence=fence)
     opened = codec.decode(fields["opened"], SessionOpened)
     ended = codec.decode(fields["ended"], SessionEnded) if "ended" in fields else None
     tree = Tree.restore(
@@ -127,7 +134,6 @@ def episode_of(fields: Mapping[str, bytes], known: Episode | None) -> Episode:
         ended=ended,
         lost=lost.values(),
         events_to=at,
-        fences=fences,
     )
     return Episode(
         tree=tree,
@@ -136,7 +142,7 @@ def episode_of(fields: Mapping[str, bytes], known: Episode | None) -> Episode:
         at=at,
         next_turn=int(fields["next"]),
         last_active=float(fields["last"]),
-        ending=float(fields.get("ending", b"0")),
+        closed="closed" in fields,
         open_turns=open_turns,
     )
 
@@ -157,5 +163,34 @@ def copy_of(tree: Tree) -> Tree:
         ended=tree.ended,
         lost=tree.lost.values(),
         events_to=tree.events_to,
-        fences=tree.fences,
     )
+
+
+class Recent:
+    """Episodes lately read, so that Redis need not send their turns again.  `tokens` bounds them together."""
+
+    def __init__(self, tokens: int) -> None:
+        self._bound, self._held = tokens, 0
+        self._episodes: OrderedDict[tuple[str, str], Episode] = OrderedDict()
+
+    def get(self, tenant: str, session: str) -> Episode | None:
+        return self._episodes.get((tenant, session))
+
+    def put(self, episode: Episode) -> Episode:
+        key = (episode.opened.tenant, episode.opened.session)
+        self.drop(*key)
+        self._episodes[key] = episode
+        self._held += _weight(episode)
+        while self._held > self._bound:
+            self.drop(*next(iter(self._episodes)))
+        return episode
+
+    def drop(self, tenant: str, session: str) -> None:
+        gone = self._episodes.pop((tenant, session), None)
+        if gone is not None:
+            self._held -= _weight(gone)
+
+
+def _weight(episode: Episode) -> int:
+    """Tokens, and what a turn weighs beside them."""
+    return episode.tree.tokens + 256 * (1 + len(episode.tree.nodes))

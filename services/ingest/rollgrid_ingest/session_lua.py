@@ -1,10 +1,9 @@
 """The transitions of a session's fold in Redis, each one Lua script over keys of one hash tag.
 
-Fields of `keys.session`: `opened` (packed `SessionOpened`), `episode` (packed `OpenEpisode`, where it was found), `gen`
-(who made this hash), `at` (RG_SAMPLES sequence folded to), `next` (the next turn's number), `last` (UNIX second of the
-last turn), `ended` (packed `SessionEnded`), `ending` (UNIX second at which somebody began to end it), and one field each:
-`n:<turn>:<seq>` node, `l:<turn>:<seq>` lost turn, `f:<branch>:<seq>` fork, `o:<turn>` open turn (JSON),
-`d:<turn>` fence, `b:<branch>` branch whose fork is being published.
+Fields of `keys.session`: `opened` (packed `SessionOpened`), `gen` (who made this hash), `at` (RG_SAMPLES sequence folded to), `next` (the next turn's number), `last` (UNIX second of the
+last turn), `ended` (packed `SessionEnded`), `ending` (UNIX second at which somebody began to end it), `closed` (its group
+was found closed), and one field each: `n:<turn>:<seq>` node, `l:<turn>:<seq>` lost turn, `f:<branch>:<seq>` fork,
+`o:<turn>` open turn (JSON), `d:<turn>` its RG_JOBS sequence, `b:<branch>` branch whose fork is being published.
 
 A script never makes the hash but `INSTALL`: one that is gone is rebuilt from the stream, never begun again from nothing.
 Every script may run twice with the same arguments and answers the same.
@@ -50,7 +49,7 @@ FOLD = """
 -- ARGV: gen, at before, TTL, turns that ended (comma), branches now forked (comma), lowest next turn, last, fields and values.
 if redis.call('EXISTS', KEYS[1]) == 0 then return 'gone' end
 if redis.call('HGET', KEYS[1], 'gen') ~= ARGV[1] or redis.call('HGET', KEYS[1], 'at') ~= ARGV[2] then return 'moved' end
-for turn in string.gmatch(ARGV[4], '[^,]+') do redis.call('HDEL', KEYS[1], 'o:' .. turn) end
+for turn in string.gmatch(ARGV[4], '[^,]+') do redis.call('HDEL', KEYS[1], 'o:' .. turn, 'd:' .. turn) end
 for branch in string.gmatch(ARGV[5], '[^,]+') do redis.call('HDEL', KEYS[1], 'b:' .. branch) end
 for i, name in ipairs({'next', 'last'}) do
   local value = ARGV[5 + i]
@@ -95,7 +94,7 @@ end
 local ending = redis.call('HGET', KEYS[1], 'ending')
 if ending and tonumber(ending) + tonumber(ARGV[4]) > now then return {'ending'} end
 for _, open in ipairs(live) do
-  if open.branch == ARGV[8] or open.branch == '' then return {'busy', open.turn} end
+  if open.branch == ARGV[8] then return {'busy', open.turn} end
 end
 if #live >= tonumber(ARGV[5]) then return {'full'} end
 local turn = redis.call('HINCRBY', KEYS[1], 'next', 1) - 1
@@ -107,7 +106,7 @@ return {'ok', turn}
 
 DISPATCHED = """
 -- ARGV: turn, fence.
-if redis.call('EXISTS', KEYS[1]) == 0 then return 'gone' end
+if redis.call('HEXISTS', KEYS[1], 'o:' .. ARGV[1]) == 0 then return 'gone' end
 local known = redis.call('HGET', KEYS[1], 'd:' .. ARGV[1])
 if not known or tonumber(known) < tonumber(ARGV[2]) then redis.call('HSET', KEYS[1], 'd:' .. ARGV[1], ARGV[2]) end
 return 'ok'
@@ -115,7 +114,7 @@ return 'ok'
 
 ABANDON = """
 -- ARGV: turn.  It was never stored as a job: its branch is free, its number is spent.
-redis.call('HDEL', KEYS[1], 'o:' .. ARGV[1])
+redis.call('HDEL', KEYS[1], 'o:' .. ARGV[1], 'd:' .. ARGV[1])
 return 'ok'
 """
 

@@ -11,8 +11,12 @@ import asyncio
 import secrets
 import time
 
-from rollgrid_contracts import keys
-from rollgrid_contracts.failures import Boundary, ErrorCode
+from rollgrid_contracts import codec, keys
+from rollgrid_contracts.episodes import SessionOpened, TurnNode
+from rollgrid_contracts.failures import ErrorCode
+from rollgrid_contracts.fleet import GroupStatus
+from rollgrid_contracts.jobs import SampleGroup
+from rollgrid_contracts.topology import JOBS
 from rollgrid_episodes.tree import Tree
 from rollgrid_runtime.bus import Bus
 from rollgrid_runtime.errors import RollgridError
@@ -20,8 +24,9 @@ from rollgrid_runtime.state import State, StateError
 
 from . import metrics, session_lua
 from .ledger_client import LedgerClient
-from .session_episode import ANY_BRANCH, Fields, OpenTurn, encoded, fields_of
+from .session_episode import Fields, OpenTurn, encoded, fields_of
 from .session_events import Recorded, events_behind
+from .session_refusals import rebuilding
 
 LOOK_AGAIN_S = 0.1
 LEDGER_S = 2.0
@@ -32,11 +37,8 @@ LEAP = 64
 class Rebuilder:
     """`lock_s` bounds how long one rebuild may take, `wait_s` how long another request waits for it."""
 
-    def __init__(
-        self, state: State, bus: Bus, ledger: LedgerClient, *, lock_s: float, wait_s: float, turn_s: float
-    ) -> None:
-        self._bus, self._ledger = bus, ledger
-        self._lock_s, self._wait_s, self._turn_s = lock_s, wait_s, turn_s
+    def __init__(self, state: State, bus: Bus, ledger: LedgerClient, *, lock_s: float, wait_s: float) -> None:
+        self._bus, self._ledger, self._lock_s, self._wait_s = bus, ledger, lock_s, wait_s
         self._lock = state.script(session_lua.LOCK)
         self._unlock = state.script(session_lua.UNLOCK)
         self._install = state.script(session_lua.INSTALL)
@@ -88,24 +90,35 @@ class Rebuilder:
             tree.apply(seq, event)
         if tree.opened is None:
             raise RollgridError(ErrorCode.NOT_FOUND, f"there is no session {session}", field="session")
-        open_turns = () if tree.ended else await self._open_turns(tenant, tree)
-        lowest = max((tree.next_turn, *(turn + 1 for turn in open_turns)))
-        fields = new_fields(tree, events, lowest + LEAP + secrets.randbelow(LEAP))
-        now = time.time()
-        deadline = min(tree.opened.terms.deadline or float("inf"), now + self._turn_s)
-        for turn in open_turns:
-            if turn not in tree.nodes and turn not in tree.lost:
-                fields[f"o:{turn}"] = encoded(OpenTurn(deadline=deadline, branch=ANY_BRANCH, began_at=now))
+        status = None if tree.ended else await self._status(tree.opened)
+        jobs = status.open_jobs.get(tree.opened.index, {}) if status else {}
+        next_turn = max(tree.next_turn, max(jobs, default=-1) + 1) + LEAP + secrets.randbelow(LEAP)
+        fields = new_fields(tree, events, next_turn)
+        if status is not None and status.closed_seq:
+            fields["closed"] = status.closed_seq
+        for turn, seq in jobs.items():
+            if turn not in tree.nodes and turn not in tree.lost and (job := await self._job(seq)) is not None:
+                fields[f"o:{turn}"] = encoded(_open_turn(job, seq))
         return fields
 
-    async def _open_turns(self, tenant: str, tree: Tree) -> tuple[int, ...]:
-        assert tree.opened is not None
-        group, index = tree.opened.group_id, tree.opened.index
+    async def _status(self, opened: SessionOpened) -> GroupStatus | None:
+        group = opened.group_id
         try:
-            status = (await self._ledger.caught_up(tenant, [group], within_s=LEDGER_S)).get(group)
+            return (await self._ledger.caught_up(opened.tenant, [group], within_s=LEDGER_S)).get(group)
         except RollgridError as error:
             raise rebuilding(f"which turns are open is not known: {error.message}") from error
-        return () if status is None else status.open_turns.get(index, ())
+
+    async def _job(self, seq: int) -> SampleGroup | None:
+        """The job of an open turn; None when it was let go: then its finish is in the stream."""
+        stored = await self._bus.stored(JOBS.name, seq)
+        if stored is None or stored.data is None:
+            return None
+        return codec.decode(await self._bus.resolve(stored.data, stored.headers), SampleGroup)
+
+
+def _open_turn(job: SampleGroup, seq: int) -> OpenTurn:
+    node = job.session.node if job.session is not None else TurnNode()
+    return OpenTurn(deadline=job.deadline, branch=node.branch, parent=node.parent, began_at=job.created_at, fence=seq)
 
 
 def new_fields(tree: Tree, events: list[Recorded], next_turn: int) -> Fields:
@@ -113,12 +126,3 @@ def new_fields(tree: Tree, events: list[Recorded], next_turn: int) -> Fields:
     assert tree.opened is not None
     last = max((stored_at for _, _, stored_at in events), default=tree.opened.opened_at)
     return {"gen": secrets.token_hex(8), "next": next_turn, "last": last, **fields_of(tree, events)}
-
-
-def rebuilding(why: str) -> RollgridError:
-    return RollgridError(
-        ErrorCode.EPISODE_REBUILDING,
-        f"the state of this session is not at hand: {why}",
-        boundary=Boundary.STORAGE,
-        retry_after_s=1.0,
-    )

@@ -98,7 +98,9 @@ class IngestSettings(Limits):
         default=4 * MIB, ge=1, description="of one session's tree, shared prefixes counted once"
     )
     session_max_branches: int = Field(default=1024, ge=1, description="of one session, the main one included")
-    session_cache: int = Field(default=512, ge=1, description="sessions whose folded turns are kept in this process")
+    session_cache_tokens: int = Field(
+        default=4 * MIB, ge=0, description="tokens of sessions lately used, kept in this process (about 10 bytes each)"
+    )
     session_rebuild_s: float = Field(default=10.0, gt=0, description="bound of one rebuild of a session, and its lock")
     session_rebuild_wait_s: float = Field(
         default=1.0, ge=0, description="how long a request waits for another's rebuild before it is refused"

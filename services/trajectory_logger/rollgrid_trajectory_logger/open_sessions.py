@@ -210,16 +210,17 @@ class OpenSessions(OpenGroup):
         for index, tree in sorted(self.trees.items()):
             found = {turn: ended.seq for kind in (tree.nodes, tree.lost) for turn, ended in kind.items()}
             turns |= {index: dict(sorted(found.items()))} if found else {}
-        waiting: dict[int, tuple[int, ...]] = {}
-        for index, turn in sorted(self.turn_jobs):
-            waiting[index] = (*waiting.get(index, ()), turn)
+        waiting: dict[int, dict[int, int]] = {}
+        for (index, turn), held in sorted(self.turn_jobs.items()):
+            waiting.setdefault(index, {})[turn] = max(held.seqs)
         return GroupStatus(
             group_id=self.source.group_id,
             batch_id=self.source.batch_id,
             run=self.source.run,
             n=self.n,
             turns=turns,
-            open_turns=waiting,
+            open_turns={index: tuple(held) for index, held in waiting.items()},
+            open_jobs=waiting,
             ended=tuple(sorted(self.ends)),
         )
 
