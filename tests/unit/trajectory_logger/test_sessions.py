@@ -282,7 +282,13 @@ def test_the_answer_names_turns_open_turns_and_ends() -> None:
     stream = Stream(episode(), turn_job(0, 0), turn_job(0, 1), turn_job(1, 4))
     stream.feed(opened(0), opened(1), played(0, 0, 2))
     assert status_of(stream) == GroupStatus(
-        group_id=GROUP, batch_id="b1", run="r1", n=2, turns={0: {0: 3}}, open_turns={0: (1,), 1: (4,)}
+        group_id=GROUP,
+        batch_id="b1",
+        run="r1",
+        n=2,
+        turns={0: {0: 3}},
+        open_turns={0: (1,), 1: (4,)},
+        open_jobs={0: {1: 3}, 1: {4: 4}},
     )
     stream.feed(ended(1))
     known = status_of(stream)
