@@ -66,6 +66,7 @@ class Affinity:
     ) -> None:
         self._alive, self._factor, self._saturation = alive, factor, saturation
         self._place, self._release, self._loads = state.script(PLACE), state.script(RELEASE), state.script(LOADS)
+        self._bound_to = state.script("return redis.call('GET', KEYS[1])")
         self._away_until = 0.0
 
     async def place(
@@ -126,6 +127,14 @@ class Affinity:
             await self._release([keys.affinity(pool, tenant, name)], f"{tenant}:{name}", keys.bound(pool, ""))
         except StateError as error:
             log.warning("affinity_not_released", error=error.message)
+
+    async def bound_to(self, pool: str, tenant: str, session: str) -> str | None:
+        """The worker a session is bound to; None where it is bound to none, or Redis is away."""
+        try:
+            found: bytes | None = await self._bound_to([keys.affinity(pool, tenant, _short(session))])
+        except StateError:
+            return None
+        return None if found is None else found.decode()
 
     def _load(self, worker: WorkerState) -> str:
         if worker.waiting >= self._saturation * worker.slots:

@@ -16,7 +16,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Send
 from starlette.types import Scope as ASGIScope
 
-from . import openapi, routes_openai, routes_policies, routes_rewards, routes_rollouts
+from . import openapi, routes_openai, routes_policies, routes_rewards, routes_rollouts, routes_sessions, routes_turns
 from .auth import Scope
 from .door import Parts, principal
 from .envelope import error_response, internal_error
@@ -41,8 +41,10 @@ def create_app(parts: Parts) -> ASGIApp:
     app.add_exception_handler(RequestValidationError, _on_parameters)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_exception_handler(Exception, _on_bug)
-    for router in (routes_openai.router, routes_rollouts.router, routes_rewards.router, routes_policies.router):
-        app.include_router(router, dependencies=[Depends(refuse_unknown_parameters)])
+    for routes in (
+        routes_openai, routes_rollouts, routes_rewards, routes_policies, routes_sessions, routes_turns,
+    ):  # fmt: skip
+        app.include_router(routes.router, dependencies=[Depends(refuse_unknown_parameters)])
     _add_health(app, parts)
     return Door(Direct(app), parts.settings, parts.keys)
 
@@ -52,18 +54,18 @@ class Direct:
 
     def __init__(self, app: FastAPI) -> None:
         self._app = app
+        paths = {*routes_openai.ANSWERS, *(routes_turns.PREFIX + below for below in routes_turns.TURNS)}
         self._routes = {
-            route.path: route
-            for route in app.routes
-            if isinstance(route, APIRoute) and route.path in routes_openai.ANSWERS
+            route.path: route for route in app.routes if isinstance(route, APIRoute) and route.path in paths
         }
 
     async def __call__(self, scope: ASGIScope, receive: Receive, send: Send) -> None:
-        answering = routes_openai.ANSWERS.get(scope["path"]) if scope["type"] == "http" else None
-        if answering is None or scope["method"] != "POST":
+        found = _answering(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        if found is None:
             await self._app(scope, receive, send)
             return
-        scope["app"], scope["route"] = self._app, self._routes[scope["path"]]
+        answering, template = found
+        scope["app"], scope["route"] = self._app, self._routes[template]
         request = Request(scope, receive)
         try:
             await refuse_unknown_parameters(request)
@@ -71,6 +73,18 @@ class Direct:
             await response(scope, receive, send)
         except ClientDisconnect as error:
             raise _gone() from error
+
+
+def _answering(path: str) -> tuple[routes_openai.Answering, str] | None:
+    """Who answers a call that waits, and the path of its route."""
+    plain = routes_openai.ANSWERS.get(path)
+    if plain is not None:
+        return plain, path
+    turn = routes_turns.turning(path)
+    if turn is None:
+        return None
+    name, answering, template = turn
+    return (lambda request: answering(request, name)), template
 
 
 async def refuse_unknown_parameters(request: Request) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import msgspec
 from rollgrid_contracts import codec, ids
@@ -14,6 +14,7 @@ from rollgrid_contracts.failures import Boundary, ErrorCode
 from rollgrid_rendering.offload import RenderThreads
 from rollgrid_runtime import telemetry
 from rollgrid_runtime.errors import RollgridError
+from rollgrid_runtime.logging import get_logger
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -27,16 +28,20 @@ from .handler import Handler
 from .idempotency import body_digest, checked_key
 from .ledger_client import LedgerClient
 from .posted_rewards import PostReader
-from .replies import Collected, Replies, refuse_failed
+from .replies import Collected, Replies, TurnRecord, refuse_failed
 from .results import Results
 from .rewards import Rewards
+from .session_openings import Openings
 from .settings import IngestSettings
 from .submission import Accepted, Caller, Submission
 from .translate import Translator
+from .turn_prompts import TurnPrompts
+from .turns import Turns
 from .uploads import Uploads
 from .versions import Versions
 
 T = TypeVar("T")
+log = get_logger(__name__)
 
 
 @dataclass(slots=True)
@@ -60,6 +65,9 @@ class Parts:
     readers: Gate
     rewards: Rewards
     posts: PostReader
+    openings: Openings
+    turns: Turns
+    turn_prompts: TurnPrompts
     started_at: int = 0
     draining: bool = False
     waiting: int = 0
@@ -145,7 +153,49 @@ async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.gather(task, watcher, return_exceptions=True)
 
 
-async def interactive(request: Request, submission: Submission) -> tuple[Accepted, Collected]:
+class Call(Protocol):
+    """Something to be answered: it is submitted once its replies are listened for.  `record` of a session's turn."""
+
+    @property
+    def record(self) -> TurnRecord | None: ...
+
+    async def submit(self) -> Accepted: ...
+
+    async def give_up(self, accepted: Accepted, reason: str) -> None:
+        """Nobody waits for it any more."""
+
+    async def answered(self, collected: Collected) -> None:
+        """Its samples have come, whatever became of them."""
+
+
+class GroupsCall:
+    """The groups of one request.  See `Call`."""
+
+    record: TurnRecord | None = None
+
+    def __init__(self, door: Parts, submission: Submission) -> None:
+        self._door, self._submission = door, submission
+
+    async def submit(self) -> Accepted:
+        return await self._door.handler.submit(self._submission)
+
+    async def give_up(self, accepted: Accepted, reason: str) -> None:
+        """They are cancelled, unless the call has a key: then its client may come back."""
+        asked = self._submission
+        if asked.idempotent:
+            return
+        try:
+            await self._door.handler.cancel(asked.tenant, asked.run, accepted.batch_id, reason=reason)
+        except RollgridError as error:  # they run to their end, or to their deadline
+            log.warning("call_not_cancelled", batch=accepted.batch_id, error=error.message)
+
+    async def answered(self, collected: Collected) -> None:
+        pass
+
+
+async def interactive(
+    request: Request, submission: Submission, asked: Call | None = None
+) -> tuple[Accepted, Collected]:
     """Submit and wait: every sample asked for, each succeeded.
 
     A client that leaves cancels its groups, unless it gave an idempotency key: then it may come back.
@@ -153,18 +203,17 @@ async def interactive(request: Request, submission: Submission) -> tuple[Accepte
     Raises the first failure of any sample, expired at the deadline, cancelled when the client left.
     """
     door = parts(request)
+    call: Call = GroupsCall(door, submission) if asked is None else asked
     sizes = {group_id: group.n for group_id, group in zip(submission.group_ids, submission.groups, strict=True)}
-    async with door.held(), door.replies.listening(sizes) as collected:
-        accepted = await door.handler.submit(submission)
+    async with door.held(), door.replies.listening(sizes, turn=call.record) as collected:
+        accepted = await call.submit()
         waiting = door.replies.wait(collected, submission.tenant, accepted.deadline, ask_first=not accepted.fresh)
         try:
             await until_disconnect(request, waiting)
         except ClientGone:
-            if not submission.idempotent:
-                await door.handler.cancel(
-                    submission.tenant, submission.run, accepted.batch_id, reason="the client disconnected"
-                )
+            await call.give_up(accepted, "the client disconnected")
             raise RollgridError(ErrorCode.CANCELLED, "the client disconnected", boundary=Boundary.CLIENT) from None
+        await call.answered(collected)
     for group_id, group in zip(accepted.group_ids, submission.groups, strict=True):
         refuse_failed(collected.samples(group_id), empty=group.sampling.max_tokens == 0)
     return accepted, collected

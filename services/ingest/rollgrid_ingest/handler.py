@@ -138,8 +138,15 @@ class Handler:
         await self._availability.check(submission)
         await self._pins.hold_turn(submission, until)
 
-    async def store_turn(self, submission: Submission, subject: str, now: float) -> int:
-        """Store the job of a session's turn on `subject`; its RG_JOBS sequence.  Raises QueueFull, BusError, queue_full."""
+    async def hold_turn(self, submission: Submission, until: float) -> None:
+        """Keep the exact version a turn asks for until then, or until its group has closed.  Raises as `submit`."""
+        await self._pins.hold_turn(submission, until)
+
+    async def store_turn(self, submission: Submission, worker: str | None, now: float) -> int:
+        """Store the job of a session's turn, on the worker's lane or the pool's; its RG_JOBS sequence.
+
+        Raises QueueFull, BusError, queue_full.
+        """
         place = submission.turn
         assert place is not None
         with (
@@ -149,7 +156,7 @@ class Handler:
         ):
             job = turn_job(submission, now, span.traceparent)
             await self._share.check(submission.tenant, len(job.payload))
-            sequence = await self._publisher.publish_turn(subject, job)
+            sequence = await self._publisher.publish_turn(job, lane_of(submission), worker)
             span.set(sequence=sequence)
         metrics.SAMPLES.labels(submission.priority.value).inc()
         return sequence

@@ -154,7 +154,7 @@ class Prompts:
                 try:
                     prompt = task()
                 except TooManyTokens as error:
-                    raise _too_long(f"{error.least} tokens or more", field, policy) from error
+                    raise too_long(f"{error.least} tokens or more", field, policy) from error
                 except RenderingError as error:
                     raise invalid(f"{field}: {error}", field) from error
                 if not prompt.token_ids:
@@ -174,7 +174,7 @@ def token_ids(ids: list[Any], field: str, policy: PolicyState) -> list[int]:
     if not ids:
         raise _empty(field)
     if len(ids) > policy.max_model_len:
-        raise _too_long(f"{len(ids)} tokens", field, policy)
+        raise too_long(f"{len(ids)} tokens", field, policy)
     if set(map(type, ids)) != {int}:
         raise invalid(f"{field} must be a list of integers", field)
     check_token_ids(ids, field, policy.vocab_size)
@@ -191,7 +191,7 @@ def _characters(tasks: Sequence[TaskRequest]) -> int:
     return sum(len(task.prompt) for task in tasks if task.prompt is not None)
 
 
-def _too_long(tokens: str, field: str, policy: PolicyState) -> RollgridError:
+def too_long(tokens: str, field: str, policy: PolicyState) -> RollgridError:
     limit = f"max_model_len={policy.max_model_len}"
     message = f"{field} has {tokens}: more than {limit}"
     return invalid(message, field, code=ErrorCode.CONTEXT_LENGTH_EXCEEDED, limit=limit)

@@ -56,10 +56,17 @@ class JobPublisher:
         async with self._batches:
             return (await self._bus.publish_batch(items, timeout_s=self._timeout_s))[-1]
 
-    async def publish_turn(self, subject: str, job: PreparedJob) -> int:
-        """Store one job on a subject whose durable exists; its RG_JOBS sequence.  Raises as `publish`."""
+    async def publish_turn(self, job: PreparedJob, lane: PoolLane, worker: str | None) -> int:
+        """Store one job, on the worker's lane or the pool's; its RG_JOBS sequence.  Raises as `publish`."""
+        if worker is None:
+            return await self.publish(lane, [job])
+        await self._durables.ensure(topology.lane_consumer(worker))
         ack = await self._bus.publish(
-            subject, job.payload, msg_id=job.msg_id, headers=job.headers, timeout_s=self._timeout_s
+            subjects.jobs_worker(worker),
+            job.payload,
+            msg_id=job.msg_id,
+            headers=job.headers,
+            timeout_s=self._timeout_s,
         )
         return ack.sequence
 

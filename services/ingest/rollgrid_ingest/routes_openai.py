@@ -72,7 +72,7 @@ async def completions(request: Request) -> ASGIApp:
         chunks = CompletionChunks(asked, submission, renderer)
         return StreamAnswer(door, request, submission, chunks, renderer, exact=asked.logprobs is not None)
     accepted, collected = await interactive(request, submission)
-    return await _written(door, collected, partial(completion_answer, asked, submission, accepted, collected, renderer))
+    return await written(door, collected, partial(completion_answer, asked, submission, accepted, collected, renderer))
 
 
 async def chat(request: Request) -> ASGIApp:
@@ -83,7 +83,7 @@ async def chat(request: Request) -> ASGIApp:
         chunks = ChatChunks(asked, submission, renderer)
         return StreamAnswer(door, request, submission, chunks, renderer, exact=bool(asked.logprobs))
     accepted, collected = await interactive(request, submission)
-    return await _written(door, collected, partial(chat_answer, asked, submission, accepted, collected, renderer))
+    return await written(door, collected, partial(chat_answer, asked, submission, accepted, collected, renderer))
 
 
 async def generate(request: Request) -> ASGIApp:
@@ -105,7 +105,7 @@ async def score_tokens(request: Request) -> ASGIApp:
     return json_response(score_answer(bool(asked.top_logprobs), submission, accepted, collected))
 
 
-async def _written(door: Parts, collected: Collected, work: Callable[[], object]) -> Response:
+async def written(door: Parts, collected: Collected, work: Callable[[], object]) -> Response:
     """The answer as JSON, made beside the event loop where texts must still be detokenised."""
     if any(sample.text is None for sample in collected.everything()):
         return json_response(await door.threads.run(work))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Callable, Coroutine
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -13,12 +14,15 @@ from rollgrid_rendering.offload import RenderThreads
 from rollgrid_runtime.bus import Bus
 from rollgrid_runtime.errors import RollgridError
 from rollgrid_runtime.health import http_server
+from rollgrid_runtime.leases import Leases
 from rollgrid_runtime.logging import get_logger
 from rollgrid_runtime.service import connections, instance_name
-from rollgrid_runtime.settings import WebhookSettings
+from rollgrid_runtime.settings import RedisSettings, WebhookSettings
+from rollgrid_runtime.state import State
 from rollgrid_runtime.webhooks import AllowList
 
 from .admission import Gate, JobsShare
+from .affinity import Affinity
 from .app import create_app
 from .auth import Keys, tenant_served
 from .availability import Availability
@@ -36,8 +40,13 @@ from .replies import Replies
 from .results import Results
 from .rewards import Rewards
 from .scorers import Scorers
+from .session_expiry import Expiry
+from .session_openings import Openings
+from .session_store import SessionStore
 from .settings import IngestSettings
 from .translate import Translator
+from .turn_prompts import TurnPrompts
+from .turns import Turns
 from .uploads import Uploads
 from .versions import Versions
 
@@ -63,6 +72,7 @@ class IngestService:
         self._probe_problems: dict[str, str] = {}
         self._door: QueueDoor | None = None
         self._pacing: Pacing | None = None
+        self._beside: tuple[Callable[[], Coroutine[Any, Any, None]], ...] = ()
         self.parts: Parts | None = None
 
     async def start(self) -> None:
@@ -92,6 +102,14 @@ class IngestService:
         self._stack.push_async_callback(handler.close)
         results = Results(bus, blobs, ledger, handler)
         posts = PostReader(bus, blobs, results.stopping)
+        scorers = known_scorers(settings)
+        translator = Translator(catalog, threads, settings, scorers, default_run=settings.header_run)
+        replies = Replies(bus, ledger, results, poll_s=settings.reply_poll_s, grace_s=settings.reply_grace_s)
+        state = State(RedisSettings())
+        self._stack.push_async_callback(state.close)
+        leases = Leases(bus)
+        affinity, store = Affinity(lambda: leases.alive, state), SessionStore(state, bus, ledger, settings)
+        self._beside = (leases.follow, affinity.count, Expiry(state, store, every_s=settings.session_sweep_s).run)
         uploads = Uploads(blobs, max_bytes=settings.max_upload_bytes, ttl_s=settings.upload_ttl_s)
         self._bus = bus
         self.parts = Parts(
@@ -99,9 +117,9 @@ class IngestService:
             keys=keys,
             catalog=catalog,
             threads=threads,
-            translator=Translator(catalog, threads, settings, known_scorers(settings), default_run=settings.header_run),
+            translator=translator,
             handler=handler,
-            replies=Replies(bus, ledger, results, poll_s=settings.reply_poll_s, grace_s=settings.reply_grace_s),
+            replies=replies,
             results=results,
             freshness=Freshness(catalog),
             ledger=ledger,
@@ -112,6 +130,9 @@ class IngestService:
             readers=Gate("max_readers", settings.max_readers, share),
             rewards=Rewards(bus, ledger, results, posts, settings),
             posts=posts,
+            openings=Openings(catalog, scorers, settings, default_run=settings.header_run),
+            turns=Turns(bus, store, affinity, handler, replies),
+            turn_prompts=TurnPrompts(translator.prompts, threads, settings),
             started_at=int(time.time()),
             problems=self.problems,
             facts=self.facts,
@@ -132,6 +153,8 @@ class IngestService:
             if self._door is not None:
                 group.create_task(self._door.run())
             group.create_task(parts.rewards.run())
+            for beside in self._beside:
+                group.create_task(beside())
             async with server:
                 log.info("serving", host=self.settings.host, port=self.settings.port, keys=not parts.keys.open_door)
                 await asyncio.Event().wait()

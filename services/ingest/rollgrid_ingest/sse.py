@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from . import metrics
 from .chunks import Chunk, Chunks
-from .door import ClientGone, Parts, request_id, until_disconnect
+from .door import Call, ClientGone, GroupsCall, Parts, request_id, until_disconnect
 from .envelope import error_answer
 from .replies import Collected, expired
 from .stream_call import StreamCall
@@ -67,9 +67,18 @@ class StreamAnswer:
     """An ASGI response.  Raises RollgridError while nothing was sent."""
 
     def __init__(
-        self, door: Parts, request: Request, submission: Submission, chunks: Chunks, renderer: Renderer, *, exact: bool
+        self,
+        door: Parts,
+        request: Request,
+        submission: Submission,
+        chunks: Chunks,
+        renderer: Renderer,
+        *,
+        exact: bool,
+        asked: Call | None = None,
     ) -> None:
         self._door, self._request, self._submission = door, request, submission
+        self._asked = GroupsCall(door, submission) if asked is None else asked
         self._call = StreamCall(
             submission,
             chunks,
@@ -85,15 +94,15 @@ class StreamAnswer:
         groups = self._submission.groups
         sizes = {group_id: group.n for group_id, group in zip(self._submission.group_ids, groups, strict=True)}
         call.answers = not self._submission.idempotent
-        async with door.held(), door.replies.listening(sizes, call) as collected:
-            accepted = await door.handler.submit(self._submission)
+        async with door.held(), door.replies.listening(sizes, call, self._asked.record) as collected:
+            accepted = await self._asked.submit()
             call.answers = accepted.fresh
             try:
                 await until_disconnect(self._request, self._serve(collected, accepted, sender))
             except ClientGone:
                 if call.ended:  # the server tells a disconnect as soon as the last byte is out
                     return
-                await self._give_up(accepted, "the client disconnected")
+                await self._asked.give_up(accepted, "the client disconnected")
                 if not sender.started:
                     gone = "the client disconnected"
                     raise RollgridError(ErrorCode.CANCELLED, gone, boundary=Boundary.CLIENT) from None
@@ -104,7 +113,7 @@ class StreamAnswer:
                     with contextlib.suppress(ClientGone):
                         await sender.send(last, more=False)
                 if not call.ended:
-                    await self._give_up(accepted, "another sample of its call failed")
+                    await self._asked.give_up(accepted, "another sample of its call failed")
                 if not sender.started:
                     raise
 
@@ -142,6 +151,7 @@ class StreamAnswer:
             await call.wait(due - time.monotonic())
             data = events(call.chunks(collected))
             if call.ended:
+                await self._asked.answered(collected)
                 await sender.send(data + DONE, more=False)
                 return
             if data:
@@ -150,13 +160,3 @@ class StreamAnswer:
                 raise expired()
             elif time.monotonic() - sender.last >= settings.keep_alive_s:
                 await sender.send(KEEP_ALIVE)
-
-    async def _give_up(self, accepted: Accepted, reason: str) -> None:
-        """Nobody wants the rest, unless the call has a key: then its client may come back."""
-        asked = self._submission
-        if asked.idempotent:
-            return
-        try:
-            await self._door.handler.cancel(asked.tenant, asked.run, accepted.batch_id, reason=reason)
-        except RollgridError as error:  # it runs to its end, or to its deadline
-            log.warning("stream_not_cancelled", batch=accepted.batch_id, error=error.message)
