@@ -36,6 +36,8 @@ NOT_LINKED = (".safetensors", ".safetensors.index.json", ".bin", ".gguf")
 
 Fetch = Callable[[FileInfo, Path], Awaitable[None]]
 """Brings one file of the version to a path."""
+Fill = Callable[[Path], Awaitable[int]]
+"""Brings all of a version into an empty folder; how many bytes were fetched for it."""
 
 
 class Lock:
@@ -96,13 +98,32 @@ class Staging:
         Raises WeightsError (a file is not what its manifest says, the disk is full) and what `fetch` raises.
         """
         files = wanted_files(manifest)
-        room = self.room(manifest.tenant, manifest.policy)
-        room.mkdir(parents=True, exist_ok=True)
-        folder = room / f"{manifest.version}-{digest[:16]}"
-        links = base if manifest.kind is CheckpointKind.FULL else None
+
+        async def fetch_all(folder: Path) -> int:
+            await self._fetch_files(files, folder, fetch)
+            return sum(file.size for file in files)
+
+        return await self.make(manifest, digest, fetch_all, base=base)
+
+    async def find(self, manifest: CheckpointManifest, digest: str) -> Held | None:
+        """The version if it is on disk."""
+        folder = self._folder(manifest, digest)
+        if not folder.exists():
+            return None
+        lock = Lock(folder.with_name(f"{folder.name}.lock"))
+        if lock.take(exclusive=False) and folder.exists():
+            return Held(folder, lock, 0)
+        lock.close()
+        return None
+
+    async def make(self, manifest: CheckpointManifest, digest: str, fill: Fill, *, base: Path | None = None) -> Held:
+        """As `hold`, with `fill` to bring everything into a new folder; it says how many bytes it has fetched."""
+        folder = self._folder(manifest, digest)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        links = base if manifest.kind.whole else None
         fetched = 0
         while True:
-            lock = Lock(room / f"{folder.name}.lock")
+            lock = Lock(folder.with_name(f"{folder.name}.lock"))
             try:
                 if folder.exists():
                     if lock.take(exclusive=False) and folder.exists():
@@ -110,8 +131,7 @@ class Staging:
                         held, lock = Held(folder, lock, fetched), None  # type: ignore[assignment]
                         return held
                 elif lock.take(exclusive=True) and not folder.exists():
-                    await self._fetch_all(files, folder, fetch, links)
-                    fetched = sum(file.size for file in files)
+                    fetched = await self._fill(folder, fill, links)
                     continue
             finally:
                 if lock is not None:
@@ -127,7 +147,7 @@ class Staging:
                 continue
             fresh = held.folder / f".{secrets.token_hex(4)}-{file.name}"  # users keep what they have mapped
             try:
-                await self._fetch_one(file, fresh, fetch)
+                await self.bring(file, fresh, fetch)
                 fresh.replace(path)
             finally:
                 fresh.unlink(missing_ok=True)
@@ -167,32 +187,41 @@ class Staging:
 
     # -- fetching -----------------------------------------------------------------------------
 
-    async def _fetch_all(self, files: list[FileInfo], folder: Path, fetch: Fetch, base: Path | None) -> None:
+    def _folder(self, manifest: CheckpointManifest, digest: str) -> Path:
+        return self.room(manifest.tenant, manifest.policy) / f"{manifest.version}-{digest[:16]}"
+
+    async def _fill(self, folder: Path, fill: Fill, base: Path | None) -> int:
         """With the lock held: everything into a folder beside, then one rename."""
         for left in folder.parent.glob(f"{folder.name}{FETCHING}*"):
             await asyncio.to_thread(shutil.rmtree, left, ignore_errors=True)
-        self._check_room(sum(file.size for file in files))
         # a name of its own: threads of a fetch that was cancelled may still write
         unfinished = folder.with_name(f"{folder.name}{FETCHING}{secrets.token_hex(4)}")
         unfinished.mkdir()
+        try:
+            fetched = await fill(unfinished)
+            await asyncio.to_thread(link_base, base, unfinished)
+            unfinished.rename(folder)
+        finally:
+            await asyncio.to_thread(shutil.rmtree, unfinished, ignore_errors=True)
+        return fetched
+
+    async def _fetch_files(self, files: list[FileInfo], folder: Path, fetch: Fetch) -> None:
+        self.check_room(sum(file.size for file in files))
         turns = asyncio.Semaphore(self._parallel)
 
         async def one(file: FileInfo) -> None:
             async with turns:
-                await self._fetch_one(file, unfinished / file.name, fetch)
+                await self.bring(file, folder / file.name, fetch)
 
         try:
             async with asyncio.TaskGroup() as group:
                 for file in files:
                     group.create_task(one(file))
-            await asyncio.to_thread(link_base, base, unfinished)
-            unfinished.rename(folder)
         except BaseExceptionGroup as failed:
             raise failed.exceptions[0] from failed
-        finally:
-            await asyncio.to_thread(shutil.rmtree, unfinished, ignore_errors=True)
 
-    async def _fetch_one(self, file: FileInfo, path: Path, fetch: Fetch) -> None:
+    async def bring(self, file: FileInfo, path: Path, fetch: Fetch) -> None:
+        """One file to `path`, with the digest of its manifest.  Raises WeightsError and what `fetch` raises."""
         try:
             await fetch(file, path)
             digest = await asyncio.to_thread(_digest, path)
@@ -203,7 +232,8 @@ class Staging:
         if digest != file.sha256:
             raise invalid(f"file {file.name} does not match the digest of its manifest", file.name)
 
-    def _check_room(self, needed: int) -> None:
+    def check_room(self, needed: int) -> None:
+        """Raises WeightsError (storage_error) unless so many bytes fit beside the reserve."""
         free = shutil.disk_usage(self._root).free
         if free < needed + self._reserve:
             raise self._full(needed, f"{free} bytes are free")
