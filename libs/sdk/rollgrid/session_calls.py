@@ -97,6 +97,7 @@ class Address:
             body=body,
             headers=keyed(key),
             read_timeout_s=wait_s,
+            retried_if_resent=BUSY,
         )
 
     def forking(

@@ -53,7 +53,8 @@ class Call(Generic[T]):
 
     A `pathlib.Path` as body is streamed from the file, opened anew for each attempt.  `sent` is told, in
     the thread that sends, how many bytes of such a body, or of a large one, have gone out in this attempt.
-    `also_retried` are codes of refusals that pass for this call, whatever their status.
+    `also_retried` are codes of refusals that pass for this call, `retried_if_resent` those by which the server may mean
+    an earlier attempt of it.
     """
 
     method: str
@@ -65,6 +66,7 @@ class Call(Generic[T]):
     read_timeout_s: float = 30.0
     sent: Callable[[int], None] | None = None
     also_retried: frozenset[str] = frozenset()
+    retried_if_resent: frozenset[str] = frozenset()
 
 
 class Attempts:
@@ -88,12 +90,12 @@ class Attempts:
             read = min(read, remaining)
         return httpx2.Timeout(connect=min(10.0, read), read=read, write=30.0, pool=30.0)
 
-    def pause_after(self, failure: RollgridError, also_retried: frozenset[str] = frozenset()) -> float:
+    def pause_after(self, failure: RollgridError, call: Call[Any]) -> float:
         """Seconds to wait before the next attempt; raises `failure` when there shall be none."""
         self.made += 1
         if isinstance(failure, RollgridAPIError):
-            passing = failure.status in _RETRIED_STATUSES or failure.code in also_retried
-            if not passing or not failure.retryable:
+            codes = call.also_retried | (call.retried_if_resent if self.made > 1 else frozenset())
+            if not (failure.status in _RETRIED_STATUSES or failure.code in codes) or not failure.retryable:
                 raise failure
             asked = failure.retry_after_s
             if isinstance(failure, Paced):  # no trouble: training takes its time, and only the caller's own ends that
@@ -175,11 +177,11 @@ class SyncTransport:
                     timeout=attempts.timeout(call),
                 )
             except httpx2.TransportError as error:
-                pause = attempts.pause_after(_no_answer(self.endpoint, error))
+                pause = attempts.pause_after(_no_answer(self.endpoint, error), call)
             else:
                 if response.status_code < 400:
                     return call.parse(response.content, _content_type(response))
-                pause = attempts.pause_after(_refusal(response), call.also_retried)
+                pause = attempts.pause_after(_refusal(response), call)
             time.sleep(pause)
 
     def close(self) -> None:
@@ -208,11 +210,11 @@ class AsyncTransport:
                     timeout=attempts.timeout(call),
                 )
             except httpx2.TransportError as error:
-                pause = attempts.pause_after(_no_answer(self.endpoint, error))
+                pause = attempts.pause_after(_no_answer(self.endpoint, error), call)
             else:
                 if response.status_code < 400:
                     return call.parse(response.content, _content_type(response))
-                pause = attempts.pause_after(_refusal(response), call.also_retried)
+                pause = attempts.pause_after(_refusal(response), call)
             await asyncio.sleep(pause)
 
     async def close(self) -> None:

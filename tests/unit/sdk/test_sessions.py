@@ -76,6 +76,13 @@ def test_a_turn_that_meets_another_is_told_and_a_close_waits(client: Client, ing
         session.sample(HELLO)
 
 
+def test_a_turn_that_meets_its_own_first_attempt_waits_for_it(client: Client, ingest: FaultySessions) -> None:
+    session = client.sessions.open()
+    ingest.faults += [after(cut), BUSY, BUSY]
+    assert session.sample(HELLO).number == 0
+    assert len(ingest.turns[session.id]) == 1
+
+
 def test_a_lost_answer_to_the_opening_opens_the_same_session(client: Client, ingest: FaultySessions) -> None:
     ingest.faults.append(after(cut))
     session = client.sessions.open(n=4, index=2)
