@@ -9,7 +9,7 @@ export VENV ROLLGRID_ENGINE
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: help setup check lint-fix test test-fast clients-env test-clients test-trl models demo up down train train-study bench bench-refresh chaos lock clean \
+.PHONY: help setup check lint-fix test test-fast clients-env test-clients test-trl models demo up down train train-study bench bench-refresh bench-delta chaos lock clean \
         up-compose down-compose test-compose
 
 help: ## print this
@@ -85,6 +85,9 @@ bench: setup ## every figure beside its budget: control plane, tenants, engine o
 
 bench-refresh: setup ## what new weights cost: the pause, tokens lost, publish to first new token (ARGS='--models tiny')
 	$(BIN)/python -m benchmarks.refresh $(ARGS)
+
+bench-delta: setup ## what a weight update weighs: full, xor, gaps, LoRA, ours and the entropy bound, on real AdamW steps
+	$(BIN)/python -m benchmarks.delta $(ARGS)
 
 chaos: models ## the long kill storm; prints its seeds
 	ROLLGRID_CHAOS=long $(BIN)/pytest tests/chaos -m chaos --timeout=3600 $(ARGS)

@@ -17,7 +17,6 @@ from rollgrid_contracts.checkpoints import (
     DeltaInfo,
     FileInfo,
     Fingerprint,
-    MergedDelta,
     OnDeadline,
     Pin,
     PolicyState,
@@ -712,14 +711,6 @@ FULL: dict[str, Any] = {
             changed=520321,
             elements=134515008,
         ),
-    ),
-    "merged_delta": MergedDelta(
-        version=7,
-        base_version=2,
-        prefix="merged-2",
-        files=(FileInfo(name="model.rgdelta", size=10, sha256="bb" * 32),),
-        delta=DeltaInfo(codec="gaps", base_digest="ab" * 32, target_digest="ba" * 32),
-        created_at=1.5,
     ),
     "upload": Upload(
         tenant="acme",

@@ -150,7 +150,8 @@ def refused(blob: bytes) -> WeightsError:
 def test_what_a_header_announces_is_bounded_before_anything_is_allocated(codec: Codec) -> None:
     huge = [["a", "BF16", [1 << 40, 1 << 40], 0]]
     assert refused(with_header(BLOBS[codec], lambda header: header | {"tensors": huge})).limit
-    assert refused(with_header(BLOBS[codec], lambda header: header | {"groups": [["BF16", 0, 0, [[1 << 40, 1, 1]]]]}))
+    groups = [["BF16", 0, 0, [[1 << 40, 1, 1]]]]
+    assert refused(with_header(BLOBS[codec], lambda header: header | {"groups": groups})).field == "groups"
     front = FRONT.pack(MAGIC, 1, codec, 10, 1 << 31, 0)
     assert refused(front + bytes(DIGEST_BYTES + 10)).limit
     packed = zstandard.compress(bytes(1 << 20))  # a header that unpacks to more than it says

@@ -44,6 +44,21 @@ class AdapterInfo(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     rslora: bool = False
 
 
+class DeltaInfo(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """Of a delta: how its files lead from the weights of `base_version` to its own (`docs/reference/delta-format.md`).
+
+    The digests are `weights_digest`s of all tensors, before and after; `target_digest` is the version's own.
+    `blob_digests` are those that the delta files carry, in the order of the files.  `changed` of `elements` differ.
+    """
+
+    codec: str
+    base_digest: str
+    target_digest: str
+    blob_digests: tuple[str, ...] = ()
+    changed: int = 0
+    elements: int = 0
+
+
 class OnDeadline(StrEnum):
     """What happens to a rollout that is not everywhere by its deadline."""
 
@@ -65,7 +80,8 @@ class CheckpointManifest(msgspec.Struct, frozen=True, omit_defaults=True, kw_onl
     """`manifest.json` of one version, written last by conditional create: the version's existence.
 
     `version` is monotonic per policy and immutable; `prefix` is where its files are.  `base_version`
-    is the full version a LoRA or delta version builds on (0 = the base).  `weights_digest` is the
+    is the full version that a LoRA version builds on, or the full or delta version that a delta was made
+    against (0 = the base).  `weights_digest` is the
     digest over all tensors (`rollgrid_weights.manifest.weights_digest`): equal for equal weights.
     `next_within_s` is the publisher's promise of when the next version comes, `rollout` how it asks
     for this one to reach the workers.
@@ -88,6 +104,7 @@ class CheckpointManifest(msgspec.Struct, frozen=True, omit_defaults=True, kw_onl
     weights_digest: str = ""
     next_within_s: float | None = None
     rollout: RolloutRequest | None = None
+    delta: DeltaInfo | None = None
 
 
 class Upload(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):

@@ -177,9 +177,9 @@ def _check(header: DeltaHeader, payload: int) -> None:
     if sum(lane[0] for lane in lanes.values()) > MAX_ELEMENTS:
         raise _over("the tensors of the delta are too large", "tensors", f"{MAX_ELEMENTS} elements")
     for group in header.groups:
-        lane = lanes.get(group.dtype)
-        if lane is None:
+        if group.dtype not in lanes:
             raise invalid("a group of the delta is of a dtype that no tensor has", "groups")
+        lane = lanes[group.dtype]
         if not 0 <= group.raw <= MAX_TABLES or group.tables < 0:
             raise invalid("a group of the delta has tables of impossible size", "groups")
         payload -= group.tables
