@@ -8,16 +8,28 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 from . import calls
 from .answers import Version, VersionList
-from .errors import DeadlineExceeded
+from .errors import ConfigurationError, DeadlineExceeded
 from .transport import SyncTransport
+from .weights_delta import (
+    ANCHOR_EVERY,
+    WORTH,
+    Base,
+    DeltaFile,
+    Snapshot,
+    Snapshots,
+    delta_files,
+    deltas_since_anchor,
+    snapshot_of,
+)
 from .weights_live import PublishedVersion
-from .weights_source import ADAPTER_CONFIG, Source, Tensors, read_source
+from .weights_source import ADAPTER_CONFIG, AUTO, DELTA, FULL, Source, Tensors, read_source
 from .weights_upload import TIMEOUT_S, Sent, UploadOptions, WeightsUpload
 
 PENDING = 2
@@ -37,6 +49,7 @@ class PublishOptions(TypedDict, total=False):
     next_within_s: float | None
     rollout: Mapping[str, Any] | None
     upload: str | None
+    anchor_every: int
     timeout: float
     sent: Sent | None
 
@@ -44,28 +57,74 @@ class PublishOptions(TypedDict, total=False):
 class Publication:
     """One publication, from what was read to the commit.  `run` blocks; `stop` from another thread ends it."""
 
-    def __init__(self, transport: SyncTransport, policy: str, source: Source, options: PublishOptions) -> None:
+    def __init__(
+        self, transport: SyncTransport, policy: str, source: Source, options: PublishOptions, snapshots: Snapshots
+    ) -> None:
         self._transport, self._policy, self._source, self._options = transport, policy, source, options
+        self._snapshots = snapshots
         self._upload: WeightsUpload | None = None
         self._stopped = threading.Event()
 
     def run(self) -> PublishedVersion:
+        if self._source.kind not in (DELTA, AUTO):
+            return self._whole(self._source.kind, self._options.get("base_version"))
+        snapshot = snapshot_of(self._source)
+        delta = self._delta(snapshot)
+        if delta is not None:
+            base, files = delta
+            with self._begun(DELTA, base.version) as upload:
+                upload.describe(snapshot.tensors.values())
+                for file in files:
+                    upload.put_bytes(file.name, file.body)
+                published = upload.commit(rollout=self._options.get("rollout"))
+        else:
+            published = self._whole(FULL, None)
+        self._snapshots.keep(published.version, snapshot)
+        return published
+
+    def _delta(self, snapshot: Snapshot) -> tuple[Base, list[DeltaFile]] | None:
+        """What a delta would be made of; None where a full version is to be published instead."""
+        must = self._source.kind == DELTA
+        versions = self._transport.send(calls.versions(self._policy))
+        base = self._snapshots.base(versions)
+        if base is None:
+            if must:
+                raise ConfigurationError(
+                    f"{self._policy}: the fleet holds no version that this process has published and still has in"
+                    " memory, so there is nothing a delta could go on from: publish kind auto or full"
+                )
+            return None
+        if not must and deltas_since_anchor(versions, base.version) >= self._options.get("anchor_every", ANCHOR_EVERY):
+            return None
+        try:
+            files = delta_files(base.snapshot, snapshot, share=None if must else WORTH)
+        except ConfigurationError:
+            if must:
+                raise
+            return None  # other tensors than before
+        return None if files is None else (base, files)
+
+    def _begun(self, kind: str, base_version: int | None) -> WeightsUpload:
         options = self._options
-        with WeightsUpload(
-            self._transport, self._policy, kind=self._source.kind, step=options.get("step"), upload=options.get("upload"),
-            version=options.get("version"), base_version=options.get("base_version"),
+        upload = WeightsUpload(
+            self._transport, self._policy, kind=kind, step=options.get("step"), upload=options.get("upload"),
+            version=options.get("version"), base_version=base_version,
             next_within_s=options.get("next_within_s"), timeout=options.get("timeout", TIMEOUT_S), sent=options.get("sent"),
-        ) as upload:  # fmt: skip
-            self._upload = upload
-            if self._stopped.is_set():
-                upload.stop()
+        )  # fmt: skip
+        self._upload = upload
+        if self._stopped.is_set():
+            upload.stop()
+        return upload
+
+    def _whole(self, kind: str, base_version: int | None) -> PublishedVersion:
+        with self._begun(kind, base_version) as upload:
             if self._source.config is not None:
                 upload.put_bytes(ADAPTER_CONFIG, self._source.config)
             for path in self._source.files:
                 upload.put_file(path)
             for name, tensor in self._source.tensors.items():
                 upload.put(name, tensor, copy=False)
-            return upload.commit(rollout=options.get("rollout"))
+            return upload.commit(rollout=self._options.get("rollout"))
 
     def stop(self) -> None:
         self._stopped.set()
@@ -109,6 +168,7 @@ class Weights:
         self._transport = transport
         self._places = threading.Semaphore(PENDING)
         self._starting = threading.Lock()
+        self._snapshots: defaultdict[str, Snapshots] = defaultdict(Snapshots)
         self._thread: ThreadPoolExecutor | None = None
 
     @overload
@@ -133,6 +193,9 @@ class Weights:
         - `kind` is "full" or "lora"; left out, a folder as PEFT saves it is lora.  The tensors of an adapter
           need `adapter_config`, PEFT's LoraConfig or its dict.  It sits on the newest full version, or on
           `base_version`.  Tensors that share memory are written once, under the name the base has.
+        - "delta" sends what has changed since the newest version that this client published and the fleet is known to
+          hold (extra `deltas`); "auto" does so where it is possible and less than half of the full bytes, with a full
+          version after every `anchor_every` (32) deltas.  Both keep the tensors in host memory for the next one.
         - The number is the next free one, or `version`.  `step` is kept with it.
         - `next_within_s` promises when the next version comes; `rollout` asks for canaries and the like.
         - `upload` names this publication: published again under the name, it is the same version.
@@ -159,8 +222,9 @@ class Weights:
         return Publishing(future, policy)
 
     def publication(self, policy: str, source: Weightlike, options: PublishOptions, *, copy: bool) -> Publication:
-        found = read_source(source, options.get("kind"), options.get("adapter_config"), copy=copy)
-        return Publication(self._transport, policy, found, options)
+        kind = options.get("kind")
+        found = read_source(source, kind, options.get("adapter_config"), copy=copy or kind in (DELTA, AUTO))
+        return Publication(self._transport, policy, found, options, self._snapshots[policy])
 
     def begin(self, policy: str, **options: Unpack[UploadOptions]) -> WeightsUpload:
         """Begin a publication from one or several processes: `put` tensors, `finish` on every rank, `commit` on one.

@@ -23,7 +23,9 @@ from .errors import ConfigurationError
 SHARD_BYTES = 256 * 1024 * 1024
 """Tensors of one file; a larger one has a file of its own."""
 
-FULL, LORA = "full", "lora"
+FULL, LORA, DELTA, AUTO = "full", "lora", "delta", "auto"
+KINDS = (FULL, LORA, DELTA, AUTO)
+"""`auto`: a delta where one is possible and worth it, else full."""
 ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _HEADS = ("lm_head.weight", "embed_out.weight")
 """Of two names for one tensor the base has the other one: heads are tied to embeddings, not embeddings to heads."""
@@ -58,8 +60,8 @@ def read_source(
     Raises:
         ConfigurationError: there is nothing to publish, or it is not tensors.
     """
-    if kind not in (None, FULL, LORA):
-        raise ConfigurationError(f"kind is {kind!r}; full and lora are offered")
+    if kind not in (None, *KINDS):
+        raise ConfigurationError(f"kind is {kind!r}; {', '.join(KINDS)} are offered")
     if isinstance(source, Mapping):
         kind = kind or (LORA if adapter_config is not None else FULL)
         if kind == LORA and adapter_config is None:
@@ -76,8 +78,8 @@ def read_source(
     if kind is None:
         is_adapter = path.name == ADAPTER_WEIGHTS if path.is_file() else (path / ADAPTER_WEIGHTS).is_file()
         kind = LORA if is_adapter or adapter_config is not None else FULL
-    if kind == FULL:
-        return Source(FULL, files=weight_files(path))
+    if kind != LORA:
+        return Source(kind, files=weight_files(path))
     weights = path if path.is_file() else path / ADAPTER_WEIGHTS
     given = adapter_config if adapter_config is not None else folder / ADAPTER_CONFIG
     if weights.name != ADAPTER_WEIGHTS or not weights.is_file():

@@ -6,31 +6,38 @@ import hashlib
 import pathlib
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
+import msgspec
 from rollgrid_contracts import ids
 
 from . import calls
 from .errors import ConfigurationError, DeadlineExceeded, RollgridError, UploadIncomplete
 from .transport import Call
+from .weights_delta import Snapshot, delta_body, snapshot_of
 from .weights_live import PublishedVersion
 from .weights_source import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
+    DELTA,
     FULL,
     LORA,
     SHARD_BYTES,
+    Source,
     adapter_tensor_name,
     config_bytes,
     host_tensor,
     nbytes,
+    read_source,
     serialised,
 )
 
 if TYPE_CHECKING:
+    from rollgrid_contracts.checkpoints import TensorInfo
+
     from .transport import SyncTransport
 
 PARALLEL = 4
@@ -57,6 +64,7 @@ class UploadOptions(TypedDict, total=False):
     version: int | None
     base_version: int | None
     adapter_config: Any
+    base: Any
     next_within_s: float | None
     timeout: float
     sent: Sent | None
@@ -72,8 +80,12 @@ class WeightsUpload:
     def __init__(self, transport: SyncTransport, policy: str, **options: Unpack[UploadOptions]) -> None:
         kind, upload = options.get("kind", FULL), options.get("upload")
         rank, world = options.get("rank", 0), options.get("world", 1)
-        if kind not in (FULL, LORA):
-            raise ConfigurationError(f"kind is {kind!r}; full and lora are offered")
+        if kind not in (FULL, LORA, DELTA):
+            raise ConfigurationError(f"kind is {kind!r}; full, lora and delta are offered")
+        self._base: Snapshot | None = None
+        if (base := options.get("base")) is not None:
+            self._base = snapshot_of(read_source(base, FULL, None, copy=True))
+        self._described: list[TensorInfo] = []
         if world > 1 and upload is None:
             raise ConfigurationError("several ranks publish under one name: give upload, the same on every rank")
         if not 0 <= rank < world:
@@ -116,7 +128,7 @@ class WeightsUpload:
             raise ConfigurationError(f"{name} was put twice")
         held = host_tensor(name, tensor, copy=copy)
         size = nbytes(held)
-        if self._held and self._held_bytes + size > SHARD_BYTES and self.kind == FULL:
+        if self._held and self._held_bytes + size > SHARD_BYTES and self.kind != LORA:
             self._flush()
         self._held[name] = held
         self._names.add(name)
@@ -126,6 +138,10 @@ class WeightsUpload:
         """Send a file as it is."""
         self._refuse_finished()
         self._submit(name or path.name, lambda: path)
+
+    def describe(self, tensors: Iterable[TensorInfo]) -> None:
+        """What the tensors of this rank are once the version is whole; of a delta they must be told."""
+        self._described += tensors
 
     def put_bytes(self, name: str, content: bytes) -> None:
         self._refuse_finished()
@@ -138,7 +154,9 @@ class WeightsUpload:
         if self._held:
             self._flush()
         files = [self._result(future) for future in self._sending]
-        shard = {"rank": self.rank, "files": files}
+        shard: dict[str, Any] = {"rank": self.rank, "files": files}
+        if self._described:
+            shard["tensors"] = [msgspec.to_builtins(tensor) for tensor in self._described]
         self._send(calls.finish_shard(self.policy, self.upload, shard))
         self._finished = True
         self._pool.shutdown()
@@ -197,8 +215,20 @@ class WeightsUpload:
     def _flush(self) -> None:
         tensors, self._held, self._held_bytes = self._held, {}, 0
         self._files += 1
+        if self.kind == DELTA:
+            self._put_delta(tensors)
+            return
         name = ADAPTER_WEIGHTS if self.kind == LORA else f"model-{self.rank:05d}-{self._files:05d}.safetensors"
         self._submit(name, lambda: serialised(tensors))
+
+    def _put_delta(self, tensors: Mapping[str, Any]) -> None:
+        if self._base is None:
+            raise ConfigurationError("the tensors of a delta need base: those of base_version, as this rank had them")
+        target = snapshot_of(Source(DELTA, tensors=tensors))
+        body = delta_body(self._base, target, sorted(tensors))
+        assert body is not None, "no bound was given"
+        self.describe(target.tensors.values())
+        self.put_bytes(f"model-{self.rank:05d}-{self._files:05d}.rgdelta", body)
 
     def _submit(self, name: str, content: Callable[[], bytes | pathlib.Path]) -> None:
         if not self._places.acquire(timeout=max(0.0, self.deadline - time.monotonic())):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import mmap
+import secrets
 import shutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -48,9 +49,9 @@ Bring = Callable[[str, FileInfo, Path], Awaitable[None]]
 
 
 class Rebuilding:
-    """`base` is the folder of version 0."""
+    """`base` is the folder of version 0, where there is one."""
 
-    def __init__(self, staging: Staging, find: Find, bring: Bring, base: Path, *, threads: int = 1) -> None:
+    def __init__(self, staging: Staging, find: Find, bring: Bring, base: Path | None, *, threads: int = 1) -> None:
         self._staging, self._find, self._bring = staging, find, bring
         self._base, self._threads = base, threads
 
@@ -74,6 +75,25 @@ class Rebuilding:
             if held is not None:
                 held.release()
 
+    async def repair(self, known: Known, held: Held) -> tuple[str, ...]:
+        """Rebuild the files of a held delta version where they are not what its manifest says; their names."""
+        wanted = known.manifest.weights_digest
+        if await asyncio.to_thread(folder_digest, held.folder, self._threads) == wanted:
+            return ()
+        chain, start, below = await self._start(known, {})
+        fresh = held.folder / f".{secrets.token_hex(4)}"
+        fresh.mkdir()
+        try:
+            await self._rebuild(chain, start, fresh)
+            paths = weight_files(fresh)
+            for path in paths:  # users keep what they have mapped
+                path.replace(held.folder / path.name)
+            return tuple(path.name for path in paths)
+        finally:
+            await asyncio.to_thread(shutil.rmtree, fresh, ignore_errors=True)
+            if below is not None:
+                below.release()
+
     async def _start(self, known: Known, at_hand: Mapping[int, Path]) -> tuple[list[Known], Path, Held | None]:
         """The deltas to apply, oldest first, and the folder of the state that they begin with."""
         chain = [known]
@@ -84,6 +104,8 @@ class Rebuilding:
             folder = self._base if version == 0 else at_hand.get(version)
             if folder is not None:
                 return chain[::-1], folder, None
+            if version == 0:
+                raise invalid("a delta to the base, of which there is no folder here", "base_version")
             below = await self._find(version)
             held = await self._staging.find(below.manifest, below.digest)
             if held is None and below.manifest.kind is CheckpointKind.FULL:
@@ -114,6 +136,12 @@ class Rebuilding:
         return lambda file, path: self._bring(known.prefix, file, path)
 
 
+def folder_digest(folder: Path, threads: int = 1) -> str:
+    """`weights_digest` of the safetensors files in a folder.  Blocks; raises WeightsError for malformed ones."""
+    with ThreadPoolExecutor(threads) as pool:
+        return state_digest(file_state(weight_files(folder)), pool)
+
+
 def rebuild(start: Path, deltas: Sequence[Path], folder: Path, digest: str, *, threads: int = 1) -> None:
     """The state of `start` after all deltas, as safetensors files in `folder`.  Blocks.
 
@@ -129,8 +157,7 @@ def rebuild(start: Path, deltas: Sequence[Path], folder: Path, digest: str, *, t
                 apply_delta(delta, state, state, threads=threads)
             finally:
                 delta.payload.release()
-    with ThreadPoolExecutor(threads) as pool:
-        found = state_digest(state, pool)
+    found = folder_digest(folder, threads)
     if found != digest:
         raise WeightsError(
             ErrorCode.INVALID_REQUEST,

@@ -10,7 +10,7 @@ from rollgrid_contracts.failures import ErrorCode
 
 from .adapter import MAX_RANK, check_adapter, parse_config
 from .errors import WeightsError, invalid
-from .manifest import check_manifest, folder_tensors, verify_files, weights_digest
+from .manifest import check_manifest, folder_tensors, verify_files, weight_files, weights_digest
 from .names import ADAPTER_CONFIG, is_weights
 from .safetensors_header import TensorEntry, read_header
 
@@ -55,6 +55,24 @@ def validate_version(
     tensors = folder_tensors(weights)
     _check_digests(tensors, manifest)
     if tied and manifest.kind is CheckpointKind.FULL:
+        _check_tied_head(tensors)
+    return tensors
+
+
+def validate_rebuilt(
+    folder: Path,
+    manifest: CheckpointManifest,
+    base: Mapping[str, TensorInfo],
+    *,
+    dtypes: Collection[str] = (),
+    tied: bool = False,
+) -> tuple[TensorInfo, ...]:
+    """As `validate_version`, of the state in `folder` that a delta version leads to."""
+    weights = weight_files(folder)
+    check_tensors(_headers(weights), base, dtypes=dtypes, tied=tied)
+    tensors = folder_tensors(weights)
+    _check_digests(tensors, manifest)
+    if tied:
         _check_tied_head(tensors)
     return tensors
 

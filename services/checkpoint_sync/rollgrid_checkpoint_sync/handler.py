@@ -24,6 +24,7 @@ from .adopted import adopted_version
 from .policies import Changed, change
 from .progress import Progress, Workers, record
 from .register import LocalModel
+from .states import States
 from .verify import Refused, Verified, verify
 
 log = get_logger(__name__)
@@ -53,6 +54,7 @@ class Handler:
     ) -> None:
         self._table, self._blobs, self._models, self._scratch, self._terms = table, blobs, models, scratch, terms
         self._max_lora_rank = max_lora_rank
+        self.states = States(blobs, scratch)
         self.progress = Progress(table, blobs, workers)
 
     async def reconcile(self, key: str) -> None:
@@ -92,7 +94,7 @@ class Handler:
             if state.base_digest != model.state.base_digest:
                 raise plan.BaseChanged(state, model.state.base_digest)
             verified = await verify(
-                self._blobs, state, model, version, self._scratch, max_lora_rank=self._max_lora_rank
+                self._blobs, state, model, version, self._scratch, self.states, max_lora_rank=self._max_lora_rank
             )
             metrics.VERIFY_SECONDS.observe(time.monotonic() - begun)
             changed = await self._adopt(key, verified)

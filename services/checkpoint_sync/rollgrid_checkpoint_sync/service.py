@@ -67,6 +67,7 @@ class CheckpointSyncService:
             workers=self.fleet.workers,
             max_lora_rank=self.settings.max_lora_rank,
         )
+        self._stack.callback(self.handler.states.close)
         self._freshness = Freshness()
         self._collector = Collector(
             self._bus,

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rollgrid_contracts.checkpoints import (
-    MANIFEST_NAME,
     CheckpointKind,
     CheckpointManifest,
     PolicyState,
@@ -21,10 +20,12 @@ from rollgrid_runtime.blobs import Blobs
 from rollgrid_runtime.errors import RollgridError, StorageError
 from rollgrid_weights.adapter import MAX_RANK
 from rollgrid_weights.errors import WeightsError
-from rollgrid_weights.manifest import check_manifest, decode_manifest, weights_digest
-from rollgrid_weights.validation import DTYPES, validate_version
+from rollgrid_weights.manifest import check_manifest, weights_digest
+from rollgrid_weights.rebuilding import Known
+from rollgrid_weights.validation import DTYPES, validate_rebuilt, validate_version
 
 from .register import LocalModel
+from .states import States
 
 SPARE_BYTES = 256 * 1024 * 1024
 """Free space left on the scratch folder's disk."""
@@ -55,24 +56,26 @@ async def verify(
     model: LocalModel,
     version: int,
     scratch: Path | None,
+    states: States,
     *,
     max_lora_rank: int = MAX_RANK,
 ) -> Verified:
-    """Check a version whole.
+    """Check a version whole; a delta as the state that it leads to.
 
     Raises Refused when it can never run, StorageError when S3 or the disk fails (try again).
     """
-    key = version_root(state.tenant, state.policy, version)
-    data = await blobs.get(key + MANIFEST_NAME)
-    if data is None:
-        raise StorageError(f"{key}{MANIFEST_NAME} is gone")
     try:
-        manifest = decode_manifest(data)
+        known = await states.find(state, version)
+        manifest = known.manifest
         _check_identity(manifest, state, version)
         check_manifest(manifest)
         _check_base(manifest, state)
-        prefix = _prefix(manifest, key)
-        tensors = await _fetch_and_validate(blobs, state, model, manifest, prefix, scratch, max_lora_rank)
+        prefix = _prefix(manifest, version_root(state.tenant, state.policy, version))
+        await _check_present(blobs, manifest, prefix)
+        if manifest.kind is CheckpointKind.DELTA:
+            tensors = await _validate_rebuilt(state, model, known, states)
+        else:
+            tensors = await _fetch_and_validate(blobs, state, model, manifest, prefix, scratch, max_lora_rank)
     except WeightsError as error:
         raise Refused(error.code, error.message, error.field, error.limit) from error
     return Verified(manifest, prefix, weights_digest(tensors))
@@ -114,6 +117,26 @@ def _prefix(manifest: CheckpointManifest, key: str) -> str:
     return prefix
 
 
+async def _check_present(blobs: Blobs, manifest: CheckpointManifest, prefix: str) -> None:
+    present = set(await blobs.keys(prefix))
+    for file in manifest.files:
+        if prefix + file.name not in present:
+            raise Refused(ErrorCode.NOT_FOUND, f"file {file.name} was never uploaded", file.name)
+
+
+async def _validate_rebuilt(
+    state: PolicyState, model: LocalModel, known: Known, states: States
+) -> tuple[TensorInfo, ...]:
+    folder = await states.rebuilt(state, known, model.folder)
+    return await asyncio.to_thread(
+        validate_rebuilt, folder, known.manifest, model.tensors, dtypes=_dtypes(state), tied=model.tied
+    )
+
+
+def _dtypes(state: PolicyState) -> tuple[str, ...]:
+    return (DTYPES[state.dtype],) if state.dtype in DTYPES else ()
+
+
 async def _fetch_and_validate(
     blobs: Blobs,
     state: PolicyState,
@@ -123,10 +146,6 @@ async def _fetch_and_validate(
     scratch: Path | None,
     max_lora_rank: int,
 ) -> tuple[TensorInfo, ...]:
-    present = set(await blobs.keys(prefix))
-    for file in manifest.files:
-        if prefix + file.name not in present:
-            raise Refused(ErrorCode.NOT_FOUND, f"file {file.name} was never uploaded", file.name)
     folder = await asyncio.to_thread(_scratch_folder, scratch)
     try:
         needed = sum(file.size for file in manifest.files) + SPARE_BYTES
@@ -135,13 +154,12 @@ async def _fetch_and_validate(
             raise StorageError(f"{folder.parent} has {free} bytes free, verifying needs {needed}")
         for file in manifest.files:
             await blobs.download(prefix + file.name, folder / file.name)
-        dtypes = (DTYPES[state.dtype],) if state.dtype in DTYPES else ()
         return await asyncio.to_thread(
             validate_version,
             folder,
             manifest,
             model.tensors,
-            dtypes=dtypes,
+            dtypes=_dtypes(state),
             tied=model.tied,
             max_rank=max_lora_rank,
         )

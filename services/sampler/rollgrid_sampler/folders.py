@@ -23,6 +23,7 @@ from rollgrid_runtime.errors import RollgridError, StorageError
 from rollgrid_runtime.logging import get_logger
 from rollgrid_weights.errors import WeightsError
 from rollgrid_weights.manifest import decode_manifest, weights_digest
+from rollgrid_weights.rebuilding import Known, Rebuilding
 from rollgrid_weights.staging import Fetch, Held, Staging
 
 from . import metrics
@@ -48,6 +49,7 @@ class Folders:
     def __init__(self, blobs: Blobs, settings: SamplerSettings) -> None:
         self._blobs, self._settings = blobs, settings
         self._staging = Staging(settings.cache.expanduser())
+        self._rebuilding = Rebuilding(self._staging, self._find, self._bring, settings.model)
         self._held: dict[int, tuple[Staged, CheckpointManifest, str, Held]] = {}
         self._kept: set[int] = set()
 
@@ -58,15 +60,11 @@ class Folders:
         found = self._held.get(wanted.version)
         if found is not None:
             return found[0]
-        key = version_root(self._settings.tenant, self._settings.policy, wanted.version)
-        data = await self._blobs.get(key + MANIFEST_NAME)
-        if data is None:
-            raise StorageError(f"{key}{MANIFEST_NAME} does not exist")
         try:
-            manifest = decode_manifest(data)
+            known = await self._find(wanted.version, wanted.prefix)
+            manifest, prefix = known.manifest, known.prefix
             self._check(manifest, wanted)
-            prefix = (wanted.prefix or manifest.prefix or key).rstrip("/") + "/"
-            held = await self._hold(manifest, hashlib.sha256(data).hexdigest(), prefix)
+            held = await self._hold(known)
         except WeightsError as error:
             raise _classified(error) from error
         digest = wanted.weights_digest or manifest.weights_digest
@@ -76,14 +74,28 @@ class Folders:
         self._held[wanted.version] = staged, manifest, prefix, held
         return staged
 
-    async def _hold(self, manifest: CheckpointManifest, digest: str, prefix: str) -> Held:
+    async def _find(self, version: int, prefix: str = "") -> Known:
+        key = version_root(self._settings.tenant, self._settings.policy, version)
+        data = await self._blobs.get(key + MANIFEST_NAME)
+        if data is None:
+            raise StorageError(f"{key}{MANIFEST_NAME} does not exist")
+        manifest = decode_manifest(data)
+        place = (prefix or manifest.prefix or key).rstrip("/") + "/"
+        return Known(manifest, hashlib.sha256(data).hexdigest(), place)
+
+    async def _hold(self, known: Known) -> Held:
         begun = time.monotonic()
-        held = await self._staging.hold(manifest, digest, self._fetcher(prefix), base=self._settings.model)
+        at_hand = {version: held.folder for version, (staged, _, _, held) in self._held.items() if staged.kind.whole}
+        held = await self._rebuilding.hold(known, at_hand)
         if held.fetched:
             metrics.STAGED_BYTES.inc(held.fetched)
             metrics.STAGE_SECONDS.observe(time.monotonic() - begun)
-            log.info("version_staged", version=manifest.version, bytes=held.fetched)
+            kind = known.manifest.kind.value
+            log.info("version_staged", version=known.manifest.version, kind=kind, bytes=held.fetched)
         return held
+
+    async def _bring(self, prefix: str, file: FileInfo, path: Path) -> None:
+        await self._blobs.download(prefix + file.name, path)
 
     def at_hand(self, version: int) -> Path | None:
         """The folder of a version that is held."""
@@ -106,7 +118,10 @@ class Folders:
         damaged: list[str] = []
         for _, manifest, prefix, held in list(self._held.values()):
             try:
-                damaged += await self._staging.repair(manifest, held, self._fetcher(prefix))
+                if manifest.kind is CheckpointKind.DELTA:
+                    damaged += await self._rebuilding.repair(await self._find(manifest.version, prefix), held)
+                else:
+                    damaged += await self._staging.repair(manifest, held, self._fetcher(prefix))
             except WeightsError as error:
                 raise _classified(error) from error
         return tuple(damaged)
@@ -143,5 +158,7 @@ class Folders:
 
 
 def _classified(error: WeightsError) -> RollgridError:
-    """Bytes that do not match are fetched again; what the manifest says wrongly is refused."""
+    """Bytes that do not match are fetched again; a delta that leads elsewhere is refused."""
+    if error.field == "base_version":
+        return WeightsRefused(error.message, intact=True)
     return StorageError(error.message)
