@@ -63,11 +63,11 @@ class EpisodePath:
 
 
 def paths(entry: Entry, prompt_ids: TokenIds | None = None) -> tuple[EpisodePath, ...]:
-    """The paths of `entry`, by their leaf's turn.  An entry without turns is one path behind `prompt_ids`, its group's.
+    """The paths of `entry`, by their leaf's turn.  One that no session played is one path behind its group's `prompt_ids`.
 
     Raises ValueError when logprobs or version spans do not fit the ids.
     """
-    if not entry.turns:
+    if not entry.turns and entry.session is None:
         return (_path(entry, [entry.sample], set(), prompt_ids or TokenIds()),) if counts(entry.sample) else ()
     nodes = {sample.turn: sample for sample in entry.turns if counts(sample)}
     inner = {place_of(sample).parent for sample in nodes.values()}
