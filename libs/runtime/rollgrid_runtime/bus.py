@@ -352,13 +352,17 @@ class Bus:
         except (APIError, *_TRANSIENT) as error:
             raise BusError(f"info of {stream}: {error!r}") from error
 
-    async def count(self, stream: str, subject: str) -> int:
-        """How many messages of a subject (wildcards allowed) the stream holds."""
+    async def subjects(self, stream: str, subject: str) -> dict[str, int]:
+        """How many messages the stream holds, by each of the subjects that match (wildcards allowed)."""
         try:
             info = await self.js.stream_info(stream, subject)
         except (APIError, *_TRANSIENT) as error:
             raise BusError(f"counting {subject} in {stream}: {error!r}") from error
-        return sum((info.state.subjects or {}).values())
+        return dict(info.state.subjects or {})
+
+    async def count(self, stream: str, subject: str) -> int:
+        """How many messages of a subject (wildcards allowed) the stream holds."""
+        return sum((await self.subjects(stream, subject)).values())
 
     async def consumer_info(self, stream: str, durable: str) -> ConsumerInfo | None:
         """What the server says of a consumer, None when there is none."""

@@ -28,7 +28,7 @@ from rollgrid_runtime.rendezvous import ranked
 from rollgrid_runtime.state import State, StateError
 
 from . import metrics
-from .affinity_lua import LOADS, PLACE, RELEASE
+from .affinity_lua import BOUND_TO, LOADS, PLACE, RELEASE
 
 log = get_logger(__name__)
 AWAY_S = 1.0
@@ -66,6 +66,7 @@ class Affinity:
     ) -> None:
         self._alive, self._factor, self._saturation = alive, factor, saturation
         self._place, self._release, self._loads = state.script(PLACE), state.script(RELEASE), state.script(LOADS)
+        self._bound_to = state.script(BOUND_TO)
         self._bound_to = state.script("return redis.call('GET', KEYS[1])")
         self._away_until = 0.0
 
@@ -119,6 +120,14 @@ class Affinity:
             state = workers.get(before)
             metrics.REBINDS.labels(("gone" if state is None else unfit(state, need)) or "saturated").inc()
         return str(worker)
+
+    async def bound_to(self, pool: str, tenant: str, session: str) -> str | None:
+        """The worker of the session's binding, None = it has none, or Redis is away."""
+        try:
+            found = await self._bound_to([keys.affinity(pool, tenant, _short(session))])
+        except StateError:
+            return None
+        return found.decode() if found is not None else None
 
     async def release(self, pool: str, tenant: str, session: str) -> None:
         """The session has ended.  Redis away: the binding ends by itself."""

@@ -70,3 +70,5 @@ local clock, found = redis.call('TIME'), {}
 for i, key in ipairs(KEYS) do found[i] = redis.call('ZCOUNT', key, clock[1], '+inf') end
 return found
 """
+
+BOUND_TO = "return redis.call('GET', KEYS[1])"

@@ -37,6 +37,8 @@ class HeldJob:
 
     `doubtful` = somebody may have begun it although its delivery does not say so; `refused` = it was given
     back somewhere, or begun: its starts are recorded, and it is a suspect once there is one.
+    `lane` is whose turn it uses; `private`: it came by a worker's own lane.
+    `starts` is how many of them were recorded, as far as it was looked up.
     `cancelled`: its outcome is decided elsewhere; `aborted`: a turn that has to end as cancelled here.
     """
 
@@ -50,20 +52,26 @@ class HeldJob:
         "doubtful",
         "job",
         "lane",
+        "private",
         "refused",
         "seats",
         "span",
+        "starts",
         "suspect",
         "task",
     )
 
-    def __init__(self, delivery: Delivery, job: SampleGroup, lane: PoolLane, *, suspect: bool) -> None:
+    def __init__(
+        self, delivery: Delivery, job: SampleGroup, lane: PoolLane, *, suspect: bool, private: bool = False
+    ) -> None:
         self.delivery = delivery
         self.job = job
         self.lane = lane
+        self.private = private
         self.suspect = suspect
         self.doubtful = False
         self.refused = False
+        self.starts = 0
         self.dequeued_at = time.time()
         self.done: dict[int, int] = {}
         self.cancelled = False
@@ -103,6 +111,14 @@ class HeldJob:
         """Whether another worker may have begun it, or a turn's earlier dispatch."""
         fence = self.job.session.fence if self.job.session is not None else 0
         return self.suspect or self.doubtful or self.delivery.delivered > 1 or fence not in (0, self.sequence)
+
+    @property
+    def alone(self) -> bool:
+        """Whether nothing may run beside it.
+
+        Of a session only what was begun twice: whoever dies leaves many turns, and each has somebody waiting.
+        """
+        return self.suspect and (self.job.session is None or self.starts > 0)
 
     def seconds_left(self) -> float:
         return self.job.deadline - time.time()

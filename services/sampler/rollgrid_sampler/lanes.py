@@ -1,7 +1,7 @@
-"""The lanes of this sampler's pool: found on the server, read one by one, folded into one fair queue.
+"""The lanes that this sampler reads: those of its pool, found on the server, and the private ones it holds the claim of.
 
-Each lane has its own durable and reader.  A reader asks for no more than the free slots (shared
-among the lanes that have work) plus a small prefetch, and never cancels a fetch.
+Each lane has its own durable and reader, and all feed one fair queue.  A reader asks for no more than it is allowed to,
+and never cancels a fetch.
 """
 
 from __future__ import annotations
@@ -11,16 +11,21 @@ import contextlib
 from collections.abc import Awaitable, Callable
 from functools import partial
 
-from rollgrid_contracts import topology
+from rollgrid_contracts import subjects, topology
 from rollgrid_contracts.fleet import LaneOpened
 from rollgrid_contracts.jobs import Priority
 from rollgrid_contracts.subjects import PoolLane
+from rollgrid_contracts.topology import Consumer
 from rollgrid_runtime.bus import Bus
 from rollgrid_runtime.errors import BusError, ConsumerGone
 from rollgrid_runtime.logging import get_logger
+from rollgrid_runtime.provision import ensure_consumer
 from rollgrid_runtime.pulling import Delivery, Puller
 
 log = get_logger(__name__)
+Lane = PoolLane | str
+"""A lane of the pool, or the worker whose private lane it is."""
+PRIVATE = subjects.jobs_worker("")
 DISCOVER_EVERY_S = 1.0
 FETCH_WAIT_S = 1.0
 MOST_AT_ONCE = 64
@@ -39,8 +44,12 @@ def parse_durable(pool: str, durable: str) -> PoolLane | None:
         return None
 
 
+def consumer_of(lane: Lane) -> Consumer:
+    return topology.lane_consumer(lane) if isinstance(lane, str) else topology.pool_consumer(lane)
+
+
 class Lanes:
-    """Readers of all lanes of one pool.
+    """Readers of all lanes of one pool, and of the private lanes that `claimed()` names.
 
     `allowance(lane)` is how many jobs the lane may ask for now (0 = wait), `changed` is set when
     that may have risen, `take` receives each delivery.
@@ -50,16 +59,19 @@ class Lanes:
         self,
         bus: Bus,
         pool: str,
-        allowance: Callable[[PoolLane], int],
+        worker: str,
+        allowance: Callable[[Lane], int],
         changed: Callable[[], Awaitable[None]],
-        take: Callable[[PoolLane, Delivery], Awaitable[None]],
+        take: Callable[[Lane, Delivery], Awaitable[None]],
+        claimed: Callable[[], frozenset[str]] = frozenset,
     ) -> None:
-        self._bus, self._pool = bus, pool
-        self._allowance, self._changed, self._take = allowance, changed, take
-        self._readers: dict[PoolLane, asyncio.Task[None]] = {}
-        self.working: set[PoolLane] = set()
-        """Lanes whose last fetch found something."""
+        self._bus, self._pool, self._worker = bus, pool, worker
+        self._allowance, self._changed, self._take, self._claimed = allowance, changed, take, claimed
+        self._readers: dict[Lane, asyncio.Task[None]] = {}
+        self.working: set[Lane] = set()
+        """Lanes of the pool whose last fetch found something."""
         self.stopping = False
+        self._closed_to_pool = False
         self.doubtful_below = 0
         """Jobs up to this sequence may have been begun before this connection; 0 = not known yet."""
         self._doubt_epoch = -1
@@ -73,10 +85,12 @@ class Lanes:
         """Whether somebody may have worked on this job already.
 
         The delivery count alone undercounts across a kill of the server, and after a power cut
-        closed jobs come back as new; so everything older than the connection is doubted.
+        closed jobs come back as new; so everything older than the connection is doubted, and
+        what comes from another worker's lane, whose durable may have been made anew.
         """
         unsettled = self._doubt_epoch != self._bus.connection_epoch
-        return delivery.delivered > 1 or unsettled or delivery.sequence <= self.doubtful_below
+        anothers = delivery.subject.startswith(PRIVATE) and delivery.subject != PRIVATE + self._worker
+        return delivery.delivered > 1 or unsettled or anothers or delivery.sequence <= self.doubtful_below
 
     async def run(self) -> None:
         """Follow the lanes of the pool until cancelled."""
@@ -98,6 +112,10 @@ class Lanes:
         if parse_durable(self._pool, opened.durable) is not None:
             self._hint.set()
 
+    def look_soon(self) -> None:
+        """Other lanes are claimed now."""
+        self._hint.set()
+
     async def _hint_or_pause(self) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(DISCOVER_EVERY_S):
@@ -107,9 +125,20 @@ class Lanes:
     async def stop(self) -> None:
         """Read no more; what was delivered and not taken goes back."""
         self.stopping = True
-        readers = list(self._readers.values())
+        await self._ended(list(self._readers))
+
+    async def stop_pool(self) -> None:
+        """Read private lanes only."""
+        self._closed_to_pool = True
+        await self._ended([lane for lane in self._readers if not isinstance(lane, str)])
+
+    async def _ended(self, lanes: list[Lane]) -> None:
+        readers = [self._readers[lane] for lane in lanes]
         if readers:
             await asyncio.wait(readers)
+
+    def _may_read(self, lane: Lane) -> bool:
+        return not self.stopping and (lane in self._claimed() if isinstance(lane, str) else not self._closed_to_pool)
 
     async def _settle_doubt(self) -> None:
         epoch = self._bus.connection_epoch
@@ -119,36 +148,41 @@ class Lanes:
             self._doubt_epoch = epoch
 
     async def _discover(self) -> None:
-        for durable in await self._bus.consumer_names(topology.JOBS.name):
-            lane = parse_durable(self._pool, durable)
-            if lane is not None and lane not in self._readers:
-                log.info("lane_found", priority=lane.priority.value, tenant=lane.tenant)
-                task = asyncio.create_task(self._read(lane), name=f"lane-{durable}")
-                self._readers[lane] = task
-                task.add_done_callback(partial(self._ended, lane))
+        durables = await self._bus.consumer_names(topology.JOBS.name)
+        pool = {durable: parse_durable(self._pool, durable) for durable in durables}
+        for lane in (*pool.values(), *self._claimed()):
+            if lane is None or lane in self._readers or not self._may_read(lane):
+                continue
+            if isinstance(lane, str) and consumer_of(lane).durable not in pool:
+                await ensure_consumer(self._bus, consumer_of(lane))
+            log.info("lane_found", lane=consumer_of(lane).durable)
+            task = asyncio.create_task(self._read(lane), name=consumer_of(lane).durable)
+            self._readers[lane] = task
+            task.add_done_callback(partial(self._left, lane))
 
-    def _ended(self, lane: PoolLane, task: asyncio.Task[None]) -> None:
+    def _left(self, lane: Lane, task: asyncio.Task[None]) -> None:
         self._readers.pop(lane, None)
         self.working.discard(lane)
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("lane_reader_failed", tenant=lane.tenant, error=repr(error))
+            log.error("lane_reader_failed", lane=task.get_name(), error=repr(error))
 
-    async def _read(self, lane: PoolLane) -> None:
-        puller: Puller = self._bus.puller(topology.pool_consumer(lane))
+    async def _read(self, lane: Lane) -> None:
+        puller: Puller = self._bus.puller(consumer_of(lane))
         try:
-            while not self.stopping:
+            while self._may_read(lane):
                 limit = self._allowance(lane)
                 if limit < 1:
                     await self._changed()
                     continue
                 deliveries = await puller.fetch(min(limit, MOST_AT_ONCE), FETCH_WAIT_S)
-                (self.working.add if deliveries else self.working.discard)(lane)
+                if not isinstance(lane, str):
+                    (self.working.add if deliveries else self.working.discard)(lane)
                 for delivery in deliveries:
                     await self._take(lane, delivery)
         except ConsumerGone:
-            log.info("lane_gone", tenant=lane.tenant)
+            log.info("lane_gone", lane=puller.durable)
         except BusError as error:
-            log.warning("lane_read_failed", tenant=lane.tenant, error=error.message)
+            log.warning("lane_read_failed", lane=puller.durable, error=error.message)
         finally:
             with contextlib.suppress(BusError):
                 await puller.close()

@@ -19,14 +19,13 @@ from typing import Any, cast
 import msgspec
 from rollgrid_contracts import ids, subjects
 from rollgrid_contracts.fleet import CancelWork, DrainWorker, LaneOpened, WorkerCommand, WorkerState
-from rollgrid_contracts.jobs import Job, OpenEpisode, Priority, SampleGroup, SamplingParams, VersionRule
+from rollgrid_contracts.jobs import Job, OpenEpisode, Priority, SampleGroup, VersionRule
 from rollgrid_contracts.subjects import EVERY_WORKER, PoolLane
-from rollgrid_contracts.topology import WORKER_LEASE_S, WORKERS
+from rollgrid_contracts.topology import JOBS, lane_consumer
 from rollgrid_runtime.blobs import Blobs
 from rollgrid_runtime.bus import Bus
-from rollgrid_runtime.errors import BusError, PayloadGone, RollgridError, StorageError
+from rollgrid_runtime.errors import BusError, PayloadGone, StorageError
 from rollgrid_runtime.group_commit import GroupCommit
-from rollgrid_runtime.kv import Table
 from rollgrid_runtime.logging import bound, get_logger
 from rollgrid_runtime.pulling import Delivery
 from rollgrid_runtime.service import connections, instance_name, spare_collector
@@ -34,12 +33,16 @@ from rollgrid_runtime.settings import NatsSettings, RedisSettings, S3Settings
 from rollgrid_runtime.state import State
 
 from . import metrics, traces
-from .engines.base import Engine, EngineDead, GenerationRequest
+from .engines.base import EngineDead
+from .engines.choice import make_engine, prove
 from .fair import WEIGHTS, FairQueue
 from .handler import Context, Handler
 from .headroom import Headroom
+from .heartbeats import Heartbeats
 from .jobs import HeldJob, Outcome
-from .lanes import Lanes
+from .lane_claims import LaneClaims
+from .lanes import Lane, Lanes
+from .lease import Lease
 from .ledger import LedgerDesk
 from .parsing import ParserDesk
 from .partials import Partials
@@ -57,8 +60,10 @@ REMEMBERED = 20_000
 """Refused jobs remembered."""
 DRAIN_MARGIN_S = 2.0
 """Kept back from the drain's time for handing work back and flushing."""
-LEASE_PAUSE_S = 0.05
-"""Between two leases, however fast the weights change."""
+GIVE_UP_LANES_S = 1.0
+"""A worker that ends tells the others so long that its lanes are free."""
+PRIVATE_AHEAD = 4
+"""Jobs of private lanes in hand, as a multiple of the slots: nobody else would have them, and the fair queue sees more tenants."""
 
 
 class SamplerService:
@@ -92,10 +97,10 @@ class SamplerService:
         self._failure: asyncio.Future[None] | None = None
         self._drain_asked = asyncio.Event()
         self._started_at = time.time()
-        self._leased_at = 0.0
         self._engine_ok_at = 0.0
         self._engine_problem: str | None = "starting"
         self._draining = False
+        self._closing = False
         self._mean_cost = 8.0
 
     # -- life ---------------------------------------------------------------------------------
@@ -105,8 +110,8 @@ class SamplerService:
         self._wire(self.bus, self.blobs)
 
     def _wire(self, bus: Bus, blobs: Blobs) -> None:
-        self._workers: Table[WorkerState] = Table(bus, WORKERS, WorkerState)
         self._weights = Weights(bus, blobs, self.engine, self.settings, self.worker)
+        self._lease = Lease(bus, self.lease, self._weights.changed)
         suspects = Suspects(bus)
         self._commit = GroupCommit(bus)
         scripted = self.settings.engine is EngineKind.SCRIPTED
@@ -124,13 +129,18 @@ class SamplerService:
             self.incarnation,
         )
         self._handler = Handler(context, self._free_seat)
-        self._lanes = Lanes(bus, self.pool, self._allowance, self._wait_for_room, self._take)
+        self._lanes = Lanes(
+            bus, self.pool, self.worker, self._allowance, self._wait_for_room, self._take, lambda: self._claims.held
+        )
+        self._claims = LaneClaims(
+            bus, self.worker, self.incarnation, self.pool, self._lanes.look_soon, kept_s=self.settings.lane_kept_s
+        )
         self._verdicts = Triage(
             self._weights,
             LedgerDesk(bus, self.settings.ledger_timeout_s),
             suspects,
             self._handler,
-            self._workers,
+            self._lease.workers,
             self._lanes.doubtful,
             self.settings.refuse_delay_s,
         )
@@ -177,9 +187,10 @@ class SamplerService:
             self._commit.run(),
             self._weights.follow(),
             self._watch_engine(),
-            self._heartbeat(),
-            self._lease(),
+            Heartbeats(self._nats.ack_wait_s, self._held.values, lambda: self._engine_ok_at).run(),
+            self._lease.keep(),
             self._dispatch(),
+            self._claims.run(),
             self._lanes.run(),
             self._until_failure(),
             self._until_drained(),
@@ -197,7 +208,9 @@ class SamplerService:
     async def _open(self) -> None:
         """Once everything desired is loaded and a token has come out, work may come."""
         await self._weights.ready.wait()
-        await self._prove_engine()
+        await prove(self.engine, self.settings.engine_timeout_s)
+        self._engine_ok_at = time.monotonic()
+        log.info("engine_ready", engine=self.engine.facts.name, version=self.engine.loaded.version)
         spare_collector()
         for target in (self.worker, EVERY_WORKER):
             await self.bus.subscribe(subjects.worker_control(target), ANY_COMMAND, self._on_command)
@@ -207,66 +220,76 @@ class SamplerService:
 
     async def _heal(self) -> None:
         """Out of rotation, and the lease says why: mend what can be mended before the process starts anew."""
-        await self._renew()
-        telling = asyncio.create_task(self._lease())
+        await self._lease.renew()
+        telling = asyncio.create_task(self._lease.keep())
         try:
             await self._weights.heal()
         finally:
             await _cancelled([telling])
 
     async def drain(self) -> None:
-        """Take nothing more, finish what runs, hand the rest back."""
+        """Take nothing more but the own lane's, finish what runs, hand the rest back."""
         self._draining = True
         try:
             async with asyncio.timeout(max(0.0, self.settings.drain_s - DRAIN_MARGIN_S)):
                 if hasattr(self, "_lanes"):
+                    await self._lease.renew()
+                    await self._lanes.stop_pool()
+                    await self._claims.leave(own=False)
+                    await self._return_unstarted(private=False)
+                    await self._finish_lane()
+                    await self._claims.leave(own=True)
                     await self._lanes.stop()
-                    await self._return_unstarted()
+                    await self._return_unstarted(private=True)
                     while self._held:
                         self._idle.clear()
                         await self._idle.wait()
         except TimeoutError:
             log.warning("drain_cut_short", held=len(self._held))
 
+    async def _finish_lane(self) -> None:
+        """No session is bound here any more: what waits on the own lane is begun, for half of the time at most."""
+        lane = lane_consumer(self.worker)
+        with contextlib.suppress(TimeoutError, BusError):
+            async with asyncio.timeout((self.settings.drain_s - DRAIN_MARGIN_S) / 2):
+                while self.worker in self._claims.held:
+                    info = await self.bus.consumer_info(JOBS.name, lane.durable)
+                    waits = any(held.private and held.task is None for held in self._held.values())
+                    if info is None or not (info.num_pending or waits):
+                        break
+                    await self._wait_for_room()
+        self._closing = True
+
     async def stop(self) -> None:
-        if hasattr(self, "_workers"):
+        if hasattr(self, "_lease"):
             if self._weights.quarantined is None:  # else the lease tells why, as long as it lasts
-                with contextlib.suppress(BusError):
-                    await self._workers.delete(self.worker)
+                await self._lease.end()
             self._weights.release()
         await self.engine.close()
         await self._stack.aclose()
 
-    async def _prove_engine(self) -> None:
-        """Ready means that a real token came out."""
-        request = GenerationRequest(
-            request_id="readiness",
-            sample="readiness",
-            index=0,
-            prompt_token_ids=[1],
-            sampling=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
-        )
-        try:
-            async with asyncio.timeout(self.settings.engine_timeout_s):
-                result = await self.engine.generate(request)
-        except (TimeoutError, RollgridError) as error:
-            raise EngineDead(f"the engine does not generate: {error!r}") from error
-        if len(result.token_ids) != 1:
-            raise EngineDead(f"the engine gave {len(result.token_ids)} tokens instead of one")
-        self._engine_ok_at = time.monotonic()
-        log.info("engine_ready", engine=self.engine.facts.name, version=self.engine.loaded.version)
-
     # -- deliveries in ------------------------------------------------------------------------
 
-    def _allowance(self, lane: PoolLane) -> int:
+    def _allowance(self, lane: Lane) -> int:
         """Jobs this lane may ask for now: its share of the free slots, and a small prefetch."""
-        if self._draining or self._engine_problem is not None:
+        if self._engine_problem is not None:
             return 0
+        if lane == self.worker:
+            held = sum(one.private for one in self._held.values())
+            return 0 if self._closing else max(0, PRIVATE_AHEAD * self._slots.total - held)
+        if self._draining:
+            return 0
+        depth = self._queue.depth(lane) if isinstance(lane, PoolLane) else self._waiting_of(lane)
         free = max(0.0, self._slots.free - self._queue.cost) / self._mean_cost
         share = free / max(1, len(self._lanes.working | {lane}))
-        return max(0, int(share) + self.settings.prefetch - self._queue.depth(lane)) or (
-            1 if self._slots.free > self._queue.cost and not self._queue.depth(lane) else 0
+        return max(0, int(share) + self.settings.prefetch - depth) or (
+            1 if self._slots.free > self._queue.cost and not depth else 0
         )
+
+    def _waiting_of(self, worker: str) -> int:
+        """Jobs of another worker's lane that wait here."""
+        subject = subjects.jobs_worker(worker)
+        return sum(one.task is None and one.delivery.subject == subject for one in self._held.values())
 
     async def _wait_for_room(self) -> None:
         self._room.clear()
@@ -274,7 +297,7 @@ class SamplerService:
             async with asyncio.timeout(0.5):
                 await self._room.wait()
 
-    async def _take(self, lane: PoolLane, delivery: Delivery) -> None:
+    async def _take(self, lane: Lane, delivery: Delivery) -> None:
         """A delivery from the lane's reader: hold it, and triage it beside the reading."""
         known = self._held.get(delivery.sequence)
         if known is not None:  # came back to us while we work on it: the newer delivery is the one to ack
@@ -299,7 +322,7 @@ class SamplerService:
             return
         refused = self._refusals.get(delivery.sequence, 0)
         begun = delivery.delivered - 1 - refused > 0
-        held = HeldJob(delivery, job, lane, suspect=begun)
+        held = HeldJob(delivery, job, _share_of(job, lane), suspect=begun, private=isinstance(lane, str))
         if begun and (job.weights.rule is not VersionRule.LATEST or job.pinned):
             held.suspect, held.refused = False, True  # others may have given it back as often as that
         self._held[held.sequence] = held
@@ -335,10 +358,13 @@ class SamplerService:
             await self._end(held, outcome)
 
     def _enqueue(self, held: HeldJob) -> None:
-        if held.cancelled or self._draining or self._held.get(held.sequence) is not held:
+        if held.cancelled or self._begins_no(held) or self._held.get(held.sequence) is not held:
             return
         self._queue.push(held.lane, held, max(1, len(held.missing)), WEIGHTS[held.lane.priority])
         self._room.set()
+
+    def _begins_no(self, held: HeldJob) -> bool:
+        return self._closing or (self._draining and not held.private)
 
     # -- work ---------------------------------------------------------------------------------
 
@@ -353,7 +379,7 @@ class SamplerService:
         """Start the samples whose turn it is, as many as there is room for."""
         while (held := self._next()) is not None:
             if held.task is None:
-                self._slots.admit(held.sequence, held.job.tenant, alone=held.suspect)
+                self._slots.admit(held.sequence, held.job.tenant, alone=held.alone)
                 held.span.event("dispatched", time.time())
                 held.task = asyncio.create_task(self._handler.handle(held), name=held.job.group_id)
                 held.task.add_done_callback(partial(self._worked, held))
@@ -363,12 +389,12 @@ class SamplerService:
     def _next(self) -> HeldJob | None:
         """The job whose next sample may start.  A suspect in turn waits until nothing else is in hand."""
         first = self._queue.peek()
-        if first is not None and first.task is None and first.suspect and not self._slots.admissible(alone=True):
+        if first is not None and first.task is None and first.alone and not self._slots.admissible(alone=True):
             return self._queue.take(lambda held: held.task is not None and self._may_start(held))
         return self._queue.take(self._may_start)
 
     def _may_start(self, held: HeldJob) -> bool:
-        if held.task is None and (self._draining or not self._slots.admissible(alone=held.suspect)):
+        if held.task is None and (self._begins_no(held) or not self._slots.admissible(alone=held.alone)):
             return False
         return self._slots.room(held.job.tenant, hurried=held.lane.priority is Priority.INTERACTIVE)
 
@@ -448,35 +474,6 @@ class SamplerService:
             self._engine_ok_at = time.monotonic()
             await asyncio.sleep(min(1.0, self._nats.ack_wait_s / 6))
 
-    async def _heartbeat(self) -> None:
-        """Keep what is held from being given to others, while the engine answers."""
-        while True:
-            await asyncio.sleep(self._nats.ack_wait_s / 3)
-            if time.monotonic() - self._engine_ok_at > self._nats.ack_wait_s:
-                log.warning("heartbeats_withheld", held=len(self._held))
-                continue
-            try:
-                for held in list(self._held.values()):
-                    await held.delivery.in_progress()
-            except BusError as error:
-                log.warning("heartbeat_failed", error=error.message)
-
-    async def _renew(self) -> None:
-        self._weights.changed.clear()
-        try:
-            await self._workers.put(self.worker, self.lease())
-            self._leased_at = time.monotonic()
-        except BusError as error:
-            log.warning("lease_not_renewed", error=error.message)
-
-    async def _lease(self) -> None:
-        while True:
-            await self._renew()
-            await asyncio.sleep(LEASE_PAUSE_S)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(WORKER_LEASE_S / 3):
-                    await self._weights.changed.wait()
-
     def lease(self) -> WorkerState:
         return WorkerState(
             worker=self.worker,
@@ -499,6 +496,7 @@ class SamplerService:
             max_loras=self.engine.facts.max_loras,
             swapping=self._weights.swapping,
             weights_problem=self._weights.problem,
+            waiting=self._queue.cost,
         )
 
     async def _until_failure(self) -> None:
@@ -516,15 +514,17 @@ class SamplerService:
 
     # -- handing back -------------------------------------------------------------------------
 
-    async def _return_unstarted(self) -> None:
-        for held in self._queue.remove(lambda held: held.task is None):
-            await self._end(held, Outcome.RETURN)
-        for held in [h for h in self._held.values() if h.task is None]:
+    async def _return_unstarted(self, *, private: bool) -> None:
+        self._queue.remove(lambda held: held.task is None and held.private is private)
+        for held in [h for h in self._held.values() if h.task is None and h.private is private]:
             await self._end(held, Outcome.RETURN)
 
     async def _hand_back(self) -> None:
         """Stop all work; whatever is still held goes back at once for others to take."""
-        self._draining = True
+        self._draining = self._closing = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(GIVE_UP_LANES_S):
+                await self._claims.leave(own=True)
         working = [held.task for held in self._held.values() if held.task is not None]
         await _cancelled([*working, *self._triage])
         for held in list(self._held.values()):
@@ -538,7 +538,7 @@ class SamplerService:
             found["engine"] = self._engine_problem
         if not self.bus.connected:
             found["nats"] = "not connected"
-        if self._leased_at == 0.0 or time.monotonic() - self._leased_at > WORKER_LEASE_S:
+        if not self._lease.live:
             found["lease"] = "no lease written lately"
         if self._weights.problem is not None:
             found["weights"] = self._weights.problem
@@ -568,21 +568,11 @@ class SamplerService:
         }
 
 
-def make_engine(settings: SamplerSettings) -> Engine:
-    """The configured engine; only its own module is imported."""
-    match settings.engine:
-        case EngineKind.VLLM:
-            from .engines.vllm import VllmEngine
-
-            return VllmEngine(settings)
-        case EngineKind.SCRIPTED:
-            from .engines.scripted import ScriptedEngine
-
-            return ScriptedEngine(settings)
-        case EngineKind.OPENAI_HTTP:
-            from .engines.openai_http import OpenAIEngine
-
-            return OpenAIEngine(settings)
+def _share_of(job: SampleGroup, lane: Lane) -> PoolLane:
+    """Whose turn it uses: what comes by a private lane counts to its tenant's share as what comes by the pool's."""
+    if isinstance(lane, PoolLane):
+        return lane
+    return PoolLane(job.pool, Priority.INTERACTIVE if job.session is not None else job.priority, job.tenant)
 
 
 async def _cancelled(tasks: list[asyncio.Task[Any]]) -> None:

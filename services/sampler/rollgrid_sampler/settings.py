@@ -81,6 +81,9 @@ class SamplerSettings(ServiceSettings):
         description="places for interactive samples when all slots are busy; None = an eighth of them",
     )
     prefetch: int = Field(default=2, ge=0, description="jobs held ready beyond the free slots, per lane")
+    lane_kept_s: float = Field(
+        default=600.0, gt=0, description="the lane of a worker that is gone is removed when it was empty for so long"
+    )
     max_starts: int = Field(default=3, ge=1, description="recorded starts after which a job is poison")
     refuse_delay_s: float = Field(default=2.0, gt=0, description="delay of a refusal's nak, seconds")
     coalesce_s: float = Field(default=0.025, ge=0, description="finished samples of a group wait so long for others")

@@ -247,6 +247,7 @@ async def test_a_session_that_ends_makes_room(fleet: Fleet) -> None:
     for number in range(12):
         await fleet.release(f"s{number}")
     await fleet.release("never-there")
+    assert await fleet.replicas[0].bound_to(POOL, TENANT, "s1") is None
     assert fleet.bound().total() == 0
     client = fleet.valkey.client()
     assert client.keys("rg:*") == []
@@ -255,6 +256,7 @@ async def test_a_session_that_ends_makes_room(fleet: Fleet) -> None:
 
 async def test_bindings_live_as_long_as_turns_come(fleet: Fleet) -> None:
     placed = await fleet.place("s")
+    assert await fleet.replicas[1].bound_to(POOL, TENANT, "s") == placed.worker
     client = fleet.valkey.client()
     for key in (keys.affinity(POOL, TENANT, "s"), keys.bound(POOL, str(placed.worker))):
         assert 0 < int(client.ttl(key)) <= keys.AFFINITY_TTL_S
