@@ -124,8 +124,10 @@ class Triage:
             return await self._handler.aborted(held)
         if given_up:
             return await self._handler.unavailable(held)
+        if held.refused or (held.suspect and job.session is not None):
+            held.starts = await self._starts(job.call_id)
         if held.refused:
-            held.suspect = await self._was_begun(job.call_id)
+            held.suspect = held.starts > 0
         return None
 
     async def _is_elsewhere(self, job: SampleGroup) -> bool:
@@ -151,9 +153,10 @@ class Triage:
             async with asyncio.timeout(max(0.0, held.seconds_left() - margin_s)):
                 await self._weights.serves(held.job)
 
-    async def _was_begun(self, call_id: str) -> bool:
+    async def _starts(self, call_id: str) -> int:
+        """Recorded starts; one where they cannot be read."""
         try:
-            return await self._suspects.starts(call_id) > 0
+            return await self._suspects.starts(call_id)
         except BusError as error:
             log.warning("starts_unreadable", call=call_id, error=error.message)
-            return True
+            return 1
