@@ -67,7 +67,6 @@ class Affinity:
         self._alive, self._factor, self._saturation = alive, factor, saturation
         self._place, self._release, self._loads = state.script(PLACE), state.script(RELEASE), state.script(LOADS)
         self._bound_to = state.script(BOUND_TO)
-        self._bound_to = state.script("return redis.call('GET', KEYS[1])")
         self._away_until = 0.0
 
     async def place(
@@ -124,10 +123,10 @@ class Affinity:
     async def bound_to(self, pool: str, tenant: str, session: str) -> str | None:
         """The worker of the session's binding, None = it has none, or Redis is away."""
         try:
-            found = await self._bound_to([keys.affinity(pool, tenant, _short(session))])
+            found: bytes | None = await self._bound_to([keys.affinity(pool, tenant, _short(session))])
         except StateError:
             return None
-        return found.decode() if found is not None else None
+        return None if found is None else found.decode()
 
     async def release(self, pool: str, tenant: str, session: str) -> None:
         """The session has ended.  Redis away: the binding ends by itself."""
@@ -136,14 +135,6 @@ class Affinity:
             await self._release([keys.affinity(pool, tenant, name)], f"{tenant}:{name}", keys.bound(pool, ""))
         except StateError as error:
             log.warning("affinity_not_released", error=error.message)
-
-    async def bound_to(self, pool: str, tenant: str, session: str) -> str | None:
-        """The worker a session is bound to; None where it is bound to none, or Redis is away."""
-        try:
-            found: bytes | None = await self._bound_to([keys.affinity(pool, tenant, _short(session))])
-        except StateError:
-            return None
-        return None if found is None else found.decode()
 
     def _load(self, worker: WorkerState) -> str:
         if worker.waiting >= self._saturation * worker.slots:

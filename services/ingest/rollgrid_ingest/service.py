@@ -108,7 +108,10 @@ class IngestService:
         state = State(RedisSettings())
         self._stack.push_async_callback(state.close)
         leases = Leases(bus)
-        affinity, store = Affinity(lambda: leases.alive, state), SessionStore(state, bus, ledger, settings)
+        affinity = Affinity(
+            lambda: leases.alive, state, factor=settings.affinity_factor, saturation=settings.affinity_saturation
+        )
+        store = SessionStore(state, bus, ledger, settings)
         self._beside = (leases.follow, affinity.count, Expiry(state, store, every_s=settings.session_sweep_s).run)
         uploads = Uploads(blobs, max_bytes=settings.max_upload_bytes, ttl_s=settings.upload_ttl_s)
         self._bus = bus
