@@ -143,6 +143,7 @@ class SamplerService:
             self._lease.workers,
             self._lanes.doubtful,
             self.settings.refuse_delay_s,
+            self.pool,
         )
         self._expose()
 

@@ -83,9 +83,10 @@ class Triage:
         workers: Table[WorkerState],
         doubtful: Callable[[Delivery], bool],
         refuse_delay_s: float,
+        pool: str,
     ) -> None:
         self._weights, self._ledger, self._suspects, self._handler = weights, ledger, suspects, handler
-        self._workers = workers
+        self._workers, self._pool = workers, pool
         self._doubtful, self._refuse_delay_s = doubtful, refuse_delay_s
         self.cancels = Cancels()
 
@@ -98,20 +99,20 @@ class Triage:
             held.abort()
             return Verdict.ASK
         held.doubtful = self._doubtful(held.delivery)
-        if not self._weights.met(job):
+        if not self._served(job):
             soon = held.seconds_left() <= LAST_CHANCE * self._refuse_delay_s
-            return Verdict.ASK if soon or self._weights.lost(job) else Verdict.REFUSE
+            return Verdict.ASK if soon or self._lost(job) else Verdict.REFUSE
         return Verdict.ASK if held.doubtful else Verdict.QUEUE
 
     async def ask(self, held: HeldJob) -> Outcome | None:
         """The outcome; None = to be queued."""
         job, given_up = held.job, False
-        if not held.aborted and not self._weights.met(job):
-            if not self._weights.lost(job):
+        if not held.aborted and not self._served(job):
+            if not self._lost(job):
                 await self._last_chance(held)
             elif await self._is_elsewhere(job):
                 return Outcome.REFUSE
-            given_up = not self._weights.met(job)
+            given_up = not self._served(job)
         if held.cancelled:
             return None
         status = await self._ledger.status(job.group_id)
@@ -129,6 +130,13 @@ class Triage:
         if held.refused:
             held.suspect = held.starts > 0
         return None
+
+    def _served(self, job: SampleGroup) -> bool:
+        """Whether it may be begun here now.  A private lane may hold jobs of a pool that its owner was in before."""
+        return job.pool == self._pool and self._weights.met(job)
+
+    def _lost(self, job: SampleGroup) -> bool:
+        return job.pool == self._pool and self._weights.lost(job)
 
     async def _is_elsewhere(self, job: SampleGroup) -> bool:
         """Whether a worker that may get the job has the version; a private lane has one reader."""
