@@ -1,0 +1,27 @@
+"""One stack with two tenants for all tests of the doors of sessions."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.stack import Stack, scripted, stack
+from tests.support.tiny_models import TinyModel
+
+from .door import KEYS
+
+
+@pytest.fixture(scope="package")
+def pipe(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    keys: Path = tmp_path_factory.mktemp("keys") / "keys.json"
+    entries = [
+        {"key_sha256": hashlib.sha256(key.encode()).hexdigest(), "tenant": tenant} for tenant, key in KEYS.items()
+    ]
+    keys.write_text(json.dumps(entries))
+    plan = scripted(samplers=2, eos_rate=0.1, token_rate=400.0, model=TinyModel(context=2048))
+    with stack(plan._replace(service_env={"ingest": {"ROLLGRID_INGEST_KEYS_FILE": str(keys)}})) as running:
+        yield running
