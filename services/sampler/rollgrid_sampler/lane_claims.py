@@ -44,10 +44,18 @@ class LaneClaims:
     """Run `run` as a task.  `held` are the lanes to read now; `changed` is called when they are others."""
 
     def __init__(
-        self, bus: Bus, worker: str, incarnation: str, pool: str, changed: Callable[[], None], *, kept_s: float
+        self,
+        bus: Bus,
+        worker: str,
+        incarnation: str,
+        pool: str,
+        changed: Callable[[], None],
+        *,
+        kept_s: float,
+        sweep_s: float = SWEEP_EVERY_S,
     ) -> None:
         self._bus, self._worker, self._incarnation, self._pool = bus, worker, incarnation, pool
-        self._changed, self._kept_s = changed, kept_s
+        self._changed, self._kept_s, self._sweep_s = changed, kept_s, sweep_s
         self._table: Table[LaneClaim] = Table(bus, LANES, LaneClaim)
         self._view: View[LaneClaim] = View(bus, self._table, self._look_soon)
         self._leases = Leases(bus, self._look_soon)
@@ -111,7 +119,7 @@ class LaneClaims:
             elif self._is_vacant(lane, found) and time.monotonic() - self._vacant[lane] >= self._turn(lane) * TURN_S:
                 await self._take(lane, found.revision)
         self._hold(frozenset(lane for lane, found in self._view.values.items() if self._mine(found.value)))
-        if not self._leaving and time.monotonic() - self._swept_at > SWEEP_EVERY_S:
+        if not self._leaving and time.monotonic() - self._swept_at > self._sweep_s:
             self._swept_at = time.monotonic()
             await self._sweep()
 
@@ -189,13 +197,13 @@ class LaneClaims:
     # -- removing -----------------------------------------------------------------------------
 
     async def _remove_if_done(self, lane: str, found: Versioned[LaneClaim]) -> None:
-        """A lane held here for so long that no binding to its owner is left, and that is empty."""
+        """A lane held here for so long that no binding to its owner is left, and of which nobody holds a job, the
+        ledger neither."""
         if time.time() - found.value.claimed_at < self._kept_s or not self._leases.gone(lane):
             return
-        consumer = topology.lane_consumer(lane)
-        info = await self._bus.consumer_info(consumer.stream, consumer.durable)
-        if info is not None and (info.num_pending or info.num_ack_pending):
+        if await self._bus.subjects(topology.JOBS.name, subjects.jobs_worker(lane)):
             return
+        consumer = topology.lane_consumer(lane)
         await self._bus.delete_consumer(consumer.stream, consumer.durable)
         await self._table.remove(lane, found.revision)
         self._view.values.pop(lane, None)
