@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollgrid_contracts.arrays import Floats, TokenIds
-from rollgrid_contracts.jobs import SampleGroup, SamplingParams
+from rollgrid_contracts.jobs import Job, SampleGroup, SamplingParams
 from rollgrid_contracts.samples import GroupsCancelled, Sample, SamplesFinished, SampleStatus
 from rollgrid_contracts.scoring import SampleScores, SamplesScored, Score, ScorerSpec, ScoreStatus
 from rollgrid_contracts.trajectories import CloseReason, GroupClosed, count_statuses
@@ -42,7 +42,7 @@ def job(group: int, n: int, indexes: tuple[int, ...], scored: bool, deadline: fl
 class World:
     """The two streams, in their final order, and what happened to them."""
 
-    jobs: list[tuple[int, SampleGroup]] = field(default_factory=list)
+    jobs: list[tuple[int, Job]] = field(default_factory=list)
     events: list[tuple[int, Event]] = field(default_factory=list)
 
 
@@ -60,8 +60,9 @@ def make_world(rng: random.Random) -> World:
     for spec in groups:
         seq += rng.randint(1, 3)  # other jobs come and go between them
         world.jobs.append((seq, job(*spec)))
-    actions = []
+    actions: list[tuple[str, int, Job, int]] = []
     for seq, item in world.jobs:
+        assert isinstance(item, SampleGroup)
         for index in item.indexes:
             actions += [("finish", seq, item, index)] * rng.choice([0, 1, 1, 2])
     for _ in range(rng.choice([0, 0, 1, 2])):

@@ -36,6 +36,7 @@ ROOT = str(Path(__file__).resolve().parents[3])
 TENANT = "acme"
 ATTENTIVE = ScorerSpec(name="seen", type="attentive")
 EXACT = ScorerSpec(name="exact", type="exact_match")
+TOLD: Any = SamplesFinished | SamplesScored | SessionOpened | SessionForked | SessionEnded
 
 
 @pytest.fixture(scope="module")
@@ -117,9 +118,7 @@ class Episode:
             message = await self.bus.stored("RG_SAMPLES", later)
             assert message is not None
             data = await self.bus.resolve(message.data or b"", message.headers)
-            event: Any = codec.decode(
-                data, SamplesFinished | SamplesScored | SessionOpened | SessionForked | SessionEnded
-            )  # type: ignore[arg-type]
+            event = codec.decode(data, TOLD)
             if isinstance(event, SamplesScored) and event.finished_seq == sequence:
                 found.append((message.subject or "", event))
         return found
