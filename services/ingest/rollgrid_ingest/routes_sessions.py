@@ -57,9 +57,11 @@ async def open_session(request: Request) -> Response:
     door.refuse_while_draining()
     body = await request.body()
     asked = decode_json(body, _OPEN) if body.strip() else SessionRequest()
-    opened, group = door.openings.of(asked, caller_of(request, who, body))
+    caller = caller_of(request, who, body)
+    opened, group = door.openings.of(asked, caller)
     cursor = await door.handler.cursor()
-    first = await door.turns.store.open(opened, group)
+    unnamed = asked.group is None and not caller.idempotent
+    first = await door.turns.store.open(opened, group, fresh=unnamed)
     episode = await door.turns.store.read(who.tenant, opened.session)
     fresh = first.opened_at == opened.opened_at
     return json_response(opened_answer(episode, group.batch_id, cursor), 201 if fresh else 200)

@@ -50,17 +50,28 @@ async def events_behind(bus: Bus, tenant: str, session: str, after: int, limit: 
             return found
 
 
+async def event_at(bus: Bus, seq: int) -> SessionEvent | None:
+    """The whole event at an RG_SAMPLES sequence, nothing left out; None when it is gone.  Raises as `events_behind`."""
+    stored = await bus.stored(SAMPLES.name, seq)
+    if stored is None or stored.data is None:
+        return None
+    return await _decoded(bus, seq, stored.data, stored.headers or {})
+
+
 async def _event_of(bus: Bus, stored: Stored) -> SessionEvent | None:
+    event = await _decoded(bus, stored.sequence, stored.data, stored.headers)
+    return None if event is None else lean(event)
+
+
+async def _decoded(bus: Bus, seq: int, data: bytes, headers: dict[str, str]) -> SessionEvent | None:
     try:
-        payload = await bus.resolve(stored.data, stored.headers)
-        kind = stored.headers.get(Header.CONTENT_TYPE.value, codec.MSGPACK)
+        payload = await bus.resolve(data, headers)
+        kind = headers.get(Header.CONTENT_TYPE.value, codec.MSGPACK)
         event: _Known = codec.decode(payload, _Known, kind)  # type: ignore[arg-type]
     except (PayloadGone, msgspec.DecodeError, RecursionError) as error:
-        log.warning("session_event_unreadable", seq=stored.sequence, subject=stored.subject, error=str(error))
+        log.warning("session_event_unreadable", seq=seq, error=str(error))
         return None
-    if isinstance(event, SamplesScored | GroupsCancelled):
-        return None
-    return lean(event)
+    return None if isinstance(event, SamplesScored | GroupsCancelled) else event
 
 
 def lean(event: SessionEvent) -> SessionEvent:

@@ -19,6 +19,7 @@ from rollgrid_contracts import keys, subjects
 from rollgrid_contracts.episodes import ForkReason, SessionEnded, SessionForked, SessionOpened, SessionOutcome, TurnNode
 from rollgrid_contracts.failures import ErrorCode
 from rollgrid_contracts.jobs import OpenEpisode
+from rollgrid_contracts.samples import Sample, SamplesFinished
 from rollgrid_contracts.scoring import ScorerKind, next_todo
 from rollgrid_runtime.bus import Bus
 from rollgrid_runtime.errors import RollgridError
@@ -28,6 +29,7 @@ from rollgrid_runtime.state import State, StateError
 from . import metrics
 from .ledger_client import LedgerClient
 from .session_episode import Episode, OpenTurn, encoded
+from .session_events import event_at
 from .session_reading import ATTEMPTS, BEHIND_S, Episodes
 from .session_refusals import busy, has_ended, over, rebuilding, same_end, same_fork, state_at_hand
 from .session_store_opening import Openings
@@ -61,13 +63,14 @@ class SessionStore:
         self._openings = Openings(self._episodes, bus, ledger, settings, clock)
         self.schedule, self.leave = self._episodes.schedule, self._episodes.leave
 
-    async def open(self, opened: SessionOpened, episode: OpenEpisode) -> SessionOpened:
+    async def open(self, opened: SessionOpened, episode: OpenEpisode, *, fresh: bool = False) -> SessionOpened:
         """Open the session of a group's sample, or find it open already: what it was opened with, first in the stream.
 
+        `fresh`: the group's id was made for this call alone, so nobody can have opened or closed it before.
         Raises idempotency_conflict (opened with other terms), session_ended (its group is closed), session_limit,
         QueueFull, BusError, episode_rebuilding.
         """
-        return await self._openings.open(opened, episode)
+        return await self._openings.open(opened, episode, fresh=fresh)
 
     async def read(self, tenant: str, session: str, *, at_least: int = 0) -> Episode:
         """The session with everything the stream has of it (up to RG_SAMPLES sequence `at_least` for certain).
@@ -75,6 +78,16 @@ class SessionStore:
         Raises not_found, episode_rebuilding, BusError, StorageError.
         """
         return await self._episodes.read(tenant, session, at_least=at_least)
+
+    async def sample(self, episode: Episode, turn: int) -> Sample:
+        """A node's sample as it was recorded, alternatives and prompt logprobs included while the stream has them.
+
+        Raises KeyError when the turn is no node, BusError, StorageError.
+        """
+        node = episode.tree.nodes[turn]
+        event = await event_at(self._bus, node.seq)
+        whole = episode.tree.own(event) if isinstance(event, SamplesFinished) else None
+        return node.sample if whole is None else whole
 
     # -- turns --------------------------------------------------------------------------------
 

@@ -35,17 +35,18 @@ class Openings:
     ) -> None:
         self._episodes, self._bus, self._ledger, self._settings, self._clock = episodes, bus, ledger, settings, clock
 
-    async def open(self, opened: SessionOpened, episode: OpenEpisode) -> SessionOpened:
+    async def open(self, opened: SessionOpened, episode: OpenEpisode, *, fresh: bool = False) -> SessionOpened:
         """Open the session of a group's sample, or find it open already: what it was opened with, first in the stream.
 
         Raises idempotency_conflict (opened with other terms), session_ended (its group is closed), session_limit,
         QueueFull, BusError, episode_rebuilding.
         """
         tenant, session = opened.tenant, opened.session
-        first = await self._first_opened(tenant, session)
+        first = None if fresh else await self._first_opened(tenant, session)
         if first is not None:
             return same_opened(first, opened)
-        await self._refuse_closed(opened)
+        if not fresh:
+            await self._refuse_closed(opened)
         await self._admit(opened)
         try:
             job = await self._bus.publish(

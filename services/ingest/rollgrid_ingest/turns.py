@@ -121,7 +121,7 @@ class TurnReader:
         episode = await self._store.read(self._tenant, self._session)
         node = episode.tree.nodes.get(self._turn)
         if node is not None:
-            return node.sample
+            return await self._store.sample(episode, self._turn)
         lost = episode.tree.lost.get(self._turn)
         if lost is not None:
             return _failed(episode, self._turn, lost.status, lost.detail)
