@@ -156,6 +156,17 @@ class Renderer:
         text: str = self._tokenizer.decode(known, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
 
+    @property
+    def tokenizer(self) -> Any:
+        """The loaded tokenizer itself, for bridges written elsewhere."""
+        return self._tokenizer
+
+    @cached_property
+    def added_tokens(self) -> frozenset[str]:
+        """Tokens that are no pieces of text: role marks, tags, ends of turns."""
+        added = getattr(self._tokenizer, "added_tokens_decoder", {})
+        return frozenset(str(entry.content) for entry in added.values())
+
     @cached_property
     def special_tokens(self) -> dict[int, str]:
         """Ids that stand for no text of a message, such as those that end a turn, with their names."""

@@ -14,7 +14,7 @@ from typing import Any
 
 
 @contextmanager
-def _torch_hidden() -> Iterator[None]:
+def torch_hidden() -> Iterator[None]:
     """While inside, `import torch` fails and `find_spec("torch")` finds nothing."""
     if "torch" in sys.modules:  # somebody computes with it already: nothing left to save
         yield
@@ -31,7 +31,7 @@ def auto_tokenizer() -> Any:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    with _torch_hidden():
+    with torch_hidden():
         from transformers import AutoTokenizer
 
         return AutoTokenizer
