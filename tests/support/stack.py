@@ -41,6 +41,8 @@ class StackPlan(NamedTuple):
     nats_sync: str = "always"
     weed_data: Path | None = None
     weed_durable: bool = False
+    ingests: int = 1
+    """The first is called ingest, the others ingest-1 and so on."""
 
 
 def scripted(*, token_rate: float = 0.0, eos_rate: float = 0.01, slots: int = 16, **changes: Any) -> StackPlan:
@@ -76,10 +78,11 @@ class Stack:
             ("trajectory_logger", plan.loggers),
             ("scorer", plan.scorers),
             ("sampler", plan.samplers),
-            ("ingest", 1),
         ):
             for number in range(count):
                 self._add(service, service if count == 1 and service != "sampler" else f"{service}-{number}")
+        for number in range(plan.ingests):
+            self._add("ingest", f"ingest-{number}" if number else "ingest")
 
     def _add(self, service: str, name: str) -> None:
         env = {**self.environment(), **self.plan.service_env.get(name, {})}
