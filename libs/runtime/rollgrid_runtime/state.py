@@ -42,11 +42,17 @@ class Script:
 
     async def __call__(self, names: Sequence[str], *arguments: Argument) -> Any:
         """What the script returned (bytes, int, list or None); raises StateError within `ANSWER_S`."""
+        task = asyncio.current_task()
+        cancels = task.cancelling() if task is not None else 0
         try:
             async with asyncio.timeout(ANSWER_S):
-                return await self._script(keys=list(names), args=list(arguments))
+                found = await self._script(keys=list(names), args=list(arguments))
         except (RedisError, OSError, TimeoutError) as error:
             raise StateError(f"Redis: {error!r}") from error
+        if task is not None and task.cancelling() > cancels:
+            # redis-py sends within `asyncio.wait_for`, which before Python 3.12 may swallow a cancellation
+            raise asyncio.CancelledError
+        return found
 
 
 class State:

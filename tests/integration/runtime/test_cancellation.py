@@ -7,6 +7,9 @@ import random
 
 from rollgrid_contracts.topology import JOBS
 from rollgrid_runtime.bus import Bus
+from rollgrid_runtime.state import State
+
+from tests.support.servers import ValkeyServer
 
 
 async def test_no_request_swallows_a_cancellation(bus: Bus) -> None:
@@ -21,6 +24,25 @@ async def test_no_request_swallows_a_cancellation(bus: Bus) -> None:
         done, _ = await asyncio.wait({task}, timeout=10)
         assert done
         assert task.cancelled()
+
+
+async def test_no_script_swallows_a_cancellation(valkey: ValkeyServer) -> None:
+    state = State(valkey.settings())
+    script = state.script("return redis.call('SET', KEYS[1], ARGV[1])")
+
+    async def write_for_ever(name: str) -> None:
+        while True:
+            await script([name], b"x" * 2000)
+
+    for _ in range(20):
+        tasks = {asyncio.create_task(write_for_ever(f"k{number}")) for number in range(16)}
+        await asyncio.sleep(random.random() * 0.02)
+        for task in tasks:
+            task.cancel()
+        done, _ = await asyncio.wait(tasks, timeout=10)
+        assert len(done) == len(tasks)
+        assert all(task.cancelled() for task in tasks)
+    await state.close()
 
 
 async def test_requests_work_behind_a_failed_task_group(bus: Bus) -> None:
