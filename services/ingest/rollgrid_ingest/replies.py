@@ -175,8 +175,8 @@ class Replies:
         try:
             if collected.turn is not None:
                 sample = await collected.turn()
-                if sample is not None:
-                    collected.add(collected.incomplete()[0], sample)
+                if sample is not None and (missing := collected.incomplete()):  # else its reply came meanwhile
+                    collected.add(missing[0], sample)
                 return
             statuses = await self._ledger.groups(tenant, collected.incomplete())
             for group_id, status in statuses.items():
