@@ -101,8 +101,16 @@ def fields_of(tree: Tree, events: Sequence[Recorded], before: Tree | None = None
     return found
 
 
+def generation_of(fields: Mapping[str, bytes]) -> bytes:
+    """Who made a hash, whatever else can be read of it."""
+    return fields.get("gen", b"")
+
+
 def episode_of(fields: Mapping[str, bytes], known: Episode | None) -> Episode:
-    """The episode that a hash holds.  Its pieces that `known` has already may be left out of `fields`."""
+    """The episode that a hash holds.  Its pieces that `known` has already may be left out of `fields`.
+
+    Raises msgspec.DecodeError, LookupError or ValueError when it is no fold.
+    """
     generation, at = fields["gen"].decode(), int(fields["at"])
     if known is not None and known.generation != generation:
         known = None

@@ -45,6 +45,12 @@ if ARGV[1] ~= '' then redis.call('DEL', KEYS[2]) end
 return made
 """
 
+DROP = """
+-- ARGV: generation.  A hash that cannot be read is rebuilt.
+if (redis.call('HGET', KEYS[1], 'gen') or '') == ARGV[1] then redis.call('DEL', KEYS[1]) end
+return 'ok'
+"""
+
 FOLD = """
 -- ARGV: gen, at before, TTL, turns that ended (comma), branches now forked (comma), lowest next turn, last, fields and values.
 if redis.call('EXISTS', KEYS[1]) == 0 then return 'gone' end

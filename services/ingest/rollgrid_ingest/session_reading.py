@@ -9,19 +9,23 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 from rollgrid_contracts import keys
 from rollgrid_contracts.episodes import SessionForked
 from rollgrid_contracts.samples import SamplesFinished
 from rollgrid_runtime.bus import Bus
+from rollgrid_runtime.logging import get_logger
 from rollgrid_runtime.state import Argument, State, StateError
 
 from . import metrics, session_lua
 from .ledger_client import LedgerClient
-from .session_episode import Episode, Recent, episode_of, fields_of, folded
+from .session_episode import Episode, Recent, episode_of, fields_of, folded, generation_of
 from .session_events import events_behind
 from .session_rebuild import Rebuilder
 from .session_refusals import rebuilding, state_at_hand
 from .settings import IngestSettings
+
+log = get_logger(__name__)
 
 ATTEMPTS = 16
 """A transition that finds the fold changed reads again, so often at most."""
@@ -74,7 +78,13 @@ class Episodes:
         if not flat:
             return None
         fields = {name.decode(): value for name, value in zip(flat[::2], flat[1::2], strict=True)}
-        return self._recent.put(episode_of(fields, known))
+        try:
+            return self._recent.put(episode_of(fields, known))
+        except (msgspec.DecodeError, LookupError, ValueError) as error:
+            # somebody else wrote there, or another version of this program: as good as gone
+            log.warning("fold_unreadable", session=session, error=repr(error))
+            await self.run("DROP", keys.session(tenant, session), generation_of(fields))
+            return None
 
     async def _rebuild(self, tenant: str, session: str) -> None:
         self._recent.drop(tenant, session)

@@ -30,7 +30,7 @@ from tests.support.episodes import (
     store_job,
 )
 from tests.support.servers import NatsServer, SeaweedServer, ValkeyServer, nats_server, new_bucket, valkey_server
-from tests.support.services import run_service
+from tests.support.services import ServiceProcess, run_service
 from tests.support.waiting import until
 
 TURN_S = 120.0
@@ -41,6 +41,7 @@ class Grid(NamedTuple):
 
     nats: NatsServer
     s3: S3Settings
+    ledger: ServiceProcess
 
 
 @contextlib.contextmanager
@@ -48,8 +49,8 @@ def grid(s3_server: SeaweedServer) -> Iterator[Grid]:
     bucket = new_bucket()
     with nats_server() as nats, valkey_server() as unused:
         env = {**nats.env(), **unused.env(), **s3_server.env(bucket)}
-        with run_service("trajectory_logger", env):
-            yield Grid(nats, s3_server.settings(bucket))
+        with run_service("trajectory_logger", env) as ledger:
+            yield Grid(nats, s3_server.settings(bucket), ledger)
 
 
 class Clock:

@@ -22,16 +22,10 @@ from rollgrid_ingest.session_store import HOLD_S
 from rollgrid_runtime.errors import RollgridError
 
 from tests.support.episodes import TENANT, ending, finish_of, folded_stream, opening, store_finish
-from tests.support.servers import SeaweedServer, ValkeyServer, valkey_server
+from tests.support.servers import ValkeyServer, valkey_server
 from tests.support.waiting import until
 
-from .store_stage import TURN_S, Grid, Stage, grid, stage
-
-
-@pytest.fixture(scope="module")
-def made(s3_server: SeaweedServer) -> Iterator[Grid]:
-    with grid(s3_server) as running:
-        yield running
+from .store_stage import TURN_S, Grid, Stage, stage
 
 
 @pytest.fixture(scope="module")
