@@ -12,14 +12,14 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, Unpack
 
 from rollgrid_contracts import ids
 
-from .errors import RollgridError
-from .sessions import GIVING_UP_S, SessionTerms
+from .errors import GroupOpen, RollgridError
+from .sessions import GIVING_UP_S, OPEN, SessionTerms
 
 if TYPE_CHECKING:
     from .async_client import AsyncClient
@@ -77,6 +77,9 @@ class Plan(Generic[T]):
     progress: Callable[[EpisodeEnded[T]], object] | None
     group_ids: dict[int, str] = dataclasses.field(default_factory=dict)
     cursors: list[int] = dataclasses.field(default_factory=list)
+    found_ended: set[str] = dataclasses.field(default_factory=set)
+    """Groups of which a session had ended before it was opened here: they may have closed before the cursors, too."""
+    closed: dict[str, Group] = dataclasses.field(default_factory=dict)
     begun: set[tuple[int, int]] = dataclasses.field(default_factory=set)
     errors: list[Exception | None] = dataclasses.field(default_factory=list)
 
@@ -94,13 +97,19 @@ class Plan(Generic[T]):
         self.begun.add((episode.position, episode.index))
         self.group_ids[episode.position] = session.group_id
         self.cursors.append(session.cursor)
+        if session.status != OPEN:
+            self.found_ended.add(session.group_id)
+
+    def missing(self) -> set[str]:
+        """Groups that have not been read."""
+        return set(self.group_ids.values()) - self.closed.keys()
 
     def reading(self, timeout: float) -> dict[str, Any]:
-        """Arguments of `trajectories` for the groups of this plan."""
-        return {"cursor": min(self.cursors, default=0), "until": self.group_ids.values(), "timeout": timeout}
+        """Arguments of `trajectories` for the groups that are missing."""
+        return {"cursor": min(self.cursors, default=0), "until": self.missing(), "timeout": timeout}
 
-    def in_order(self, closed: Mapping[str, Group]) -> list[Group]:
-        return [closed[self.group_ids[position]] for position in range(len(self.tasks))]
+    def in_order(self) -> list[Group]:
+        return [self.closed[self.group_ids[position]] for position in range(len(self.tasks))]
 
     def not_played(self) -> list[Episode[T]]:
         """What is missing in groups that were begun."""
@@ -195,9 +204,12 @@ def run_episodes(
             pool.shutdown()
             _end_the_rest(client, plan, run)
             raise
-    if not plan.tasks:
-        return []
-    return plan.in_order({found.id: found for found in client.trajectories(run, **plan.reading(timeout))})
+    for group_id in plan.found_ended:
+        with contextlib.suppress(GroupOpen):
+            plan.closed[group_id] = client.group(group_id)
+    if plan.missing():
+        plan.closed.update((found.id, found) for found in client.trajectories(run, **plan.reading(timeout)))
+    return plan.in_order()
 
 
 def _end_the_rest(client: Client, plan: Plan[Any], run: str) -> None:
@@ -252,9 +264,12 @@ async def run_episodes_async(
         if isinstance(error, BaseExceptionGroup):
             raise error.exceptions[0] from error
         raise
-    if not plan.tasks:
-        return []
-    return plan.in_order({found.id: found async for found in client.trajectories(run, **plan.reading(timeout))})
+    for group_id in plan.found_ended:
+        with contextlib.suppress(GroupOpen):
+            plan.closed[group_id] = await client.group(group_id)
+    if plan.missing():
+        plan.closed.update([(found.id, found) async for found in client.trajectories(run, **plan.reading(timeout))])
+    return plan.in_order()
 
 
 async def _end_the_rest_async(client: AsyncClient, plan: Plan[Any], run: str) -> None:

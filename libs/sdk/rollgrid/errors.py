@@ -161,7 +161,7 @@ class SessionEnded(RollgridAPIError):
 
 
 class SessionLimit(RollgridAPIError):
-    """A cap on turns, tokens, branches or open sessions; `limit` names it.  A capped session can still be closed."""
+    """As many sessions are open as the tenant may have; those that end make room."""
 
 
 class Unauthenticated(RollgridAPIError):

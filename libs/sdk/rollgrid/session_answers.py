@@ -12,7 +12,7 @@ from rollgrid_contracts.jobs import VersionSpan
 class Opened(msgspec.Struct, frozen=True, kw_only=True):
     """Answer of `POST /v1/sessions`: the session is there, again or for the first time.
 
-    `status` as in `SessionState`, `turns` that have been played; the group's close lies behind `cursor`.
+    `status` as in `SessionState`, `turns` that have been played.  The close of a group that is open lies behind `cursor`.
     """
 
     session: str

@@ -199,7 +199,7 @@ class Session(SessionView):
 
         Raises:
             SessionBusy: another turn of this branch is under way.
-            SessionLimit: a cap of the session is reached.
+            LimitExceeded: a cap of the session is reached (`limit` says which); it can still be closed.
             SessionEnded: it was closed, or nobody played it for `ttl_s`.
         """
         return self._transport.send(

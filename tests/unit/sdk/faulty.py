@@ -182,12 +182,16 @@ class FaultyIngest:
                 Route("/v1/policies/{p}/uploads/{upload}/files/{name}", faulty(self.put_file), methods=["PUT"]),
                 Route("/v1/policies/{p}/uploads/{upload}/shards", faulty(self.shard), methods=["POST"]),
                 Route("/v1/policies/{p}/uploads/{upload}/commit", faulty(self.commit), methods=["POST"]),
+                *(Route(path, faulty(route)) for path, route in self.more_gets().items()),
                 *(Route(path, faulty(route), methods=["POST"]) for path, route in self.more_posts().items()),
             ]
         )
 
-    def more_posts(self) -> dict[str, Callable[[Request], Awaitable[Response]]]:
+    def more_gets(self) -> dict[str, Callable[[Request], Awaitable[Response]]]:
         """Further routes by path."""
+        return {}
+
+    def more_posts(self) -> dict[str, Callable[[Request], Awaitable[Response]]]:
         return {}
 
 

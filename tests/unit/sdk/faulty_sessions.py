@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
+from rollgrid_contracts import codec
 from rollgrid_contracts.ids import session_id
 from starlette.requests import Request
 from starlette.responses import Response
@@ -26,6 +27,9 @@ class FaultySessions(FaultyIngest):
         self.closes: dict[str, dict[str, Any]] = {}
         self.refused_labels: set[str] = set()
 
+    def more_gets(self) -> dict[str, Callable[[Request], Awaitable[Response]]]:
+        return {"/v1/groups/{group}": self.group}
+
     def more_posts(self) -> dict[str, Callable[[Request], Awaitable[Response]]]:
         return {
             "/v1/sessions": self.open,
@@ -45,7 +49,13 @@ class FaultySessions(FaultyIngest):
         self.opened.setdefault(session, {**body, **known})
         played = self.turns.setdefault(session, [])
         status = self.closes[session]["outcome"] if session in self.closes else "open"
-        return reply({**known, "status": status, "turns": len(played), "cursor": 0}, 201)
+        return reply({**known, "status": status, "turns": len(played), "cursor": len(self.groups)}, 201)
+
+    async def group(self, request: Request) -> Response:
+        for cursor, known in self.groups:
+            if known.group_id == request.path_params["group"]:
+                return reply({"cursor": cursor, "group": msgspec.Raw(codec.encode(known))})
+        return reply({"n": 1, "done": []}, 202)
 
     async def turn(self, request: Request) -> Response:
         session, _, branch = request.path_params["address"].partition("~")
