@@ -147,13 +147,19 @@ class TemplateBridge:
     def _continuation(self, alone: str, after: str, *, calls: bool) -> Continuation | NoBridge:
         """From the text behind the last answer, `alone` where nothing follows it, `after` where the new messages do."""
         head = alone.rstrip()
-        names = ((name, token) for token, name in self._renderer.special_tokens.items() if head.endswith(name))
+        special = self._renderer.special_tokens
+        names = ((name, token) for token, name in special.items() if head.endswith(name))
         name, end = max(names, key=lambda found: len(found[0]), default=("", None))
         if not calls and head[: len(head) - len(name)].strip():
             return unavailable("the template adds text of its own behind an answer")
         if not after.startswith(head):
             return unavailable("the template ends an answer otherwise when messages follow it")
-        whole = after[len(head) - len(name) :] if calls else after
+        eos = self._renderer.eos_id
+        if end is None and eos is not None:  # some end an answer only where something follows it
+            name, rest = special[eos], after[len(head) :].lstrip()
+            if rest.startswith(name):
+                head, end = after[: len(after) - len(rest) + len(name)], eos
+        whole = after[len(head) - len(name) if end is not None else len(head) :] if calls else after
         return Continuation(end, after[len(head) :], whole)
 
     def _history_differs(

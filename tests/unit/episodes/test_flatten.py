@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -133,7 +135,7 @@ def test_turns_that_were_lost_are_in_no_path() -> None:
 
 
 @pytest.mark.parametrize("broken", [{"logprobs": Floats.of([0.0])}, {"version_spans": ()}])
-def test_arrays_that_do_not_fit_the_ids_are_an_error_that_names_the_turn(broken: dict[str, object]) -> None:
+def test_arrays_that_do_not_fit_the_ids_are_an_error_that_names_the_turn(broken: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="turn 3"):
         paths(entry(turn(3, **broken)))
 

@@ -149,8 +149,10 @@ _PLAIN = """\
 _COUNTS = "{{ messages | length }}" + _PLAIN
 _SHOUTS = _PLAIN.replace("m.content", "(m.content | upper if m.role == 'assistant' else m.content)")
 _TIDIES = """\
-{%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + ('' if loop.last else '<|im_end|>\\n') }}{% endfor %}
+{%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content }}
+{%- if m.role != 'assistant' or not loop.last or add_generation_prompt %}{{ '<|im_end|>\\n' }}{% endif %}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+"""Ends an answer only where something follows it."""
 
 
 def _plain_behind(messages: Messages) -> str:
@@ -158,7 +160,8 @@ def _plain_behind(messages: Messages) -> str:
 
 
 def _tidies_behind(messages: Messages) -> str:
-    return _hermes_behind(messages)
+    parts = (f"<|im_start|>{m['role']}\n{text_of(m.get('content'))}<|im_end|>\n" for m in messages)
+    return "\n" + "".join(parts) + "<|im_start|>assistant\n"
 
 
 _EOS = ("</s>",)
