@@ -26,7 +26,7 @@ from rollgrid_contracts.checkpoints import (
     Upload,
     UploadShard,
 )
-from rollgrid_contracts.columns import ArchivedClose, ArchivedPost, ArchivedRewards, ArchiveManifest
+from rollgrid_contracts.columns import ArchivedClose, ArchivedPost, ArchivedRewards, ArchivedTurns, ArchiveManifest
 from rollgrid_contracts.episodes import (
     ForkReason,
     ReasoningHistory,
@@ -932,6 +932,16 @@ FULL: dict[str, Any] = {
             rows=2,
             posts=(ArchivedPost(sequence=13, group_id=GROUP, tenant="acme", run="run-1", key="wabc"),),
         ),
+    ),
+    "archive_manifest.turns": ArchiveManifest(
+        schema=2,
+        first=14,
+        last=14,
+        groups=1,
+        rows=8,
+        key="archive/0/data/14-14-0123456789ab.parquet",
+        closes=(),
+        turns=ArchivedTurns(key="archive/0/turns/14-14-0123456789ab.parquet", sha256="03" * 32, size=8192, rows=160),
     ),
 }
 """Every field set to something that is not its default."""

@@ -1,7 +1,8 @@
 """The archive: its columns, declared once, and the manifest that makes an object count.
 
 One Parquet row is one sample of one closed group; rows of a group are adjacent, ordered by index,
-groups by stream sequence.  Posted rewards are a dataset of their own under the same manifests.
+groups by stream sequence.  The turns of sessions (a shared prefix once, whatever branches off it) and posted
+rewards are datasets of their own under the same manifests.
 Every storage's schema is rendered from here.
 
 To add a column: declare it here and give it a value in `rollgrid_runtime.archive_rows`.  Old objects
@@ -17,14 +18,18 @@ import msgspec
 
 from .subjects import PARTITION
 
-ARCHIVE_SCHEMA = 1
-"""Version of the layout, written into manifests; readers refuse newer ones."""
+ARCHIVE_SCHEMA = 2
+"""Newest version of the layout, written into manifests; readers refuse newer ones.
+
+1: no range with turns; 2: entries with turns have them in the `turns` object of their range.
+"""
 
 ARCHIVE_PREFIX = f"archive/{PARTITION}/"
 MANIFEST_PREFIX = ARCHIVE_PREFIX + "manifests/"
 DATA_PREFIX = ARCHIVE_PREFIX + "data/"
 SUPERSEDED_PREFIX = ARCHIVE_PREFIX + "superseded/"
 REWARDS_PREFIX = ARCHIVE_PREFIX + "rewards/"
+TURNS_PREFIX = ARCHIVE_PREFIX + "turns/"
 
 
 def manifest_key(first: int) -> str:
@@ -47,6 +52,11 @@ def data_key(first: int, last: int, sha256: str) -> str:
 def rewards_key(first: int, last: int, sha256: str) -> str:
     """As `data_key`, of the object with the rewards posted in [first, last]."""
     return f"{REWARDS_PREFIX}{first}-{last}-{sha256[:12]}.parquet"
+
+
+def turns_key(first: int, last: int, sha256: str) -> str:
+    """As `data_key`, of the object with the turns of the sessions that closed in [first, last]."""
+    return f"{TURNS_PREFIX}{first}-{last}-{sha256[:12]}.parquet"
 
 
 class Kind(StrEnum):
@@ -109,7 +119,7 @@ GROUP_COLUMNS = (
 
 SAMPLE_COLUMNS = (
     Column("index", Kind.INT, False, "index of the sample in its group"),
-    Column("turns", Kind.INT, False, "generations of a multi-turn sample; 0 = single generation"),
+    Column("turns", Kind.INT, False, "turns of a session, which are rows of the turns dataset; 0 = single generation"),
     Column("attempt", Kind.INT, False, "which try won"),
     Column("status", Kind.CATEGORY, False, "succeeded, failed, cancelled or expired"),
     Column("finish_reason", Kind.CATEGORY, True, "why generation ended, as the engine said"),
@@ -167,6 +177,56 @@ REWARD_COLUMNS = (
 """The rewards dataset: one row is one reward of one post; rows of a post are adjacent, in stream order."""
 
 
+TURN_COLUMNS = (
+    Column("sequence", Kind.SEQUENCE, False, "RG_TRAJECTORIES sequence of the group's close"),
+    Column("tenant", Kind.CATEGORY, False, "owner; readers must filter by it"),
+    Column("run", Kind.CATEGORY, False, "training run"),
+    Column("group_id", Kind.TEXT, False, "task"),
+    Column("policy", Kind.CATEGORY, False, "model lineage"),
+    Column("purposes", Kind.TEXTS, False, "what the grant allows"),
+    Column("grant_id", Kind.CATEGORY, True, "rights under which the record exists"),
+    Column("index", Kind.INT, False, "index of the sample in its group"),
+    Column("session", Kind.CATEGORY, True, "session that played the sample"),
+    Column("turn", Kind.INT, False, "number of the generation, counted over the whole session"),
+    Column("parent", Kind.INT, True, "turn behind whose tokens it goes on; null = the root"),
+    Column("branch", Kind.CATEGORY, False, "name of its branch"),
+    Column("fork", Kind.CATEGORY, True, "why it does not simply go on behind the last turn of its branch"),
+    Column("fork_detail", Kind.TEXT, True, "more of that"),
+    Column("attempt", Kind.INT, False, "which try won"),
+    Column("status", Kind.CATEGORY, False, "succeeded; failed, cancelled or expired ones are here if they have tokens"),
+    Column("finish_reason", Kind.CATEGORY, True, "why generation ended, as the engine said"),
+    Column("observation_token_ids", Kind.TOKENS, False, "ids between the parent's last and this turn's first: mask 0"),
+    Column("closing", Kind.INT, False, "how many of them end the parent's turn"),
+    Column("token_ids", Kind.TOKENS, False, "sampled ids: mask 1"),
+    Column("logprobs", Kind.LOGPROBS, False, "natural log-probability of each sampled id"),
+    Column("text", Kind.TEXT, True, "the sampled ids as text"),
+    Column("messages", Kind.JSON, False, "the messages that the caller added"),
+    Column("tool_calls", Kind.JSON, False, "the calls that were parsed from the text"),
+    Column("parse_status", Kind.CATEGORY, True, "ok, malformed or none; null = nothing was to be parsed"),
+    Column("approvals", Kind.JSON, False, "what the caller says was approved before it"),
+    Column("deliverables", Kind.JSON, False, "what the caller says came of it"),
+    Column("span_versions", Kind.INTS, False, "checkpoint version of each span of tokens"),
+    Column("span_ends", Kind.INTS, False, "end (exclusive) of each span; spans are adjacent from 0"),
+    Column("reward", Kind.FLOAT, True, "the caller's own for this turn"),
+    Column("turn_values", Kind.JSON, True, "what scorers said of this turn, by scorer; null where none said anything"),
+    Column("weight_fingerprint", Kind.CATEGORY, True, "digest of what the loaded weights really compute"),
+    Column("seed", Kind.INT, True, "the turn's own seed"),
+    Column("worker", Kind.CATEGORY, False, "worker that generated it"),
+    Column("cached_tokens", Kind.INT, False, "prompt tokens whose KV was there already"),
+    Column("gap_s", Kind.FLOAT, False, "seconds since the parent ended"),
+    Column("started_at", Kind.FLOAT, False, "UNIX seconds; 0 = unknown"),
+    Column("first_token_at", Kind.FLOAT, False, "UNIX seconds; 0 = unknown"),
+    Column("finished_at", Kind.FLOAT, False, "UNIX seconds; 0 = unknown"),
+    Column("error_code", Kind.CATEGORY, True, "stable code of the failure"),
+    Column("error_message", Kind.TEXT, True, "its text"),
+    Column("turn_record", Kind.BYTES, False, "msgpack Sample less the columns it is rebuilt from"),
+)
+"""The turns dataset: one row is one turn of one session; rows of a sample are adjacent, in the order of `Entry.turns`.
+
+The prompt of a turn is the observations and sampled ids of its ancestors from the root, then its own observation.
+"""
+
+
 class ArchivedClose(msgspec.Struct, frozen=True, kw_only=True):
     """One close of an archived range: `counts` as in the `Rg-Counts` header, `at` UNIX seconds."""
 
@@ -199,15 +259,25 @@ class ArchivedRewards(msgspec.Struct, frozen=True, kw_only=True):
     posts: tuple[ArchivedPost, ...]
 
 
+class ArchivedTurns(msgspec.Struct, frozen=True, kw_only=True):
+    """The turns of the sessions that closed in an archived range: their object, one row per turn."""
+
+    key: str
+    sha256: str
+    size: int
+    rows: int
+
+
 class ArchiveManifest(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """`manifests/<first>.json`, written last by conditional create: it makes the object count.
 
     Ranges of successive manifests are adjacent: each begins behind the last of the one before.
     A sequence of the range that is in none of `closes`, `rewards.posts` and `unreadable` was no longer stored.
-    `key` is None when the range holds no group, `rewards` when it holds no post.
+    `key` is None when the range holds no group, `rewards` when it holds no post, `turns` when no entry has any;
+    `schema` is the lowest version that says all of it.
     """
 
-    schema: int = ARCHIVE_SCHEMA
+    schema: int = 1
     first: int
     last: int
     groups: int
@@ -222,3 +292,4 @@ class ArchiveManifest(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=T
     created_at: float = 0.0
     writer: str = ""
     rewards: ArchivedRewards | None = None
+    turns: ArchivedTurns | None = None

@@ -189,7 +189,20 @@ class ArchiveReader:
         from .archive_rows import from_parquet  # pyarrow: only readers of rows pay for it
 
         data = await self.object_bytes(manifest)
-        return await asyncio.to_thread(from_parquet, data, tenant, run, after, limit)
+        groups = await asyncio.to_thread(from_parquet, data, tenant, run, after, limit)
+        return await self.with_turns(manifest, groups)
+
+    async def with_turns(
+        self, manifest: ArchiveManifest, groups: list[tuple[int, GroupClosed]]
+    ) -> list[tuple[int, GroupClosed]]:
+        """Groups of this range, as `archive_rows` gives them, with the turns of their sessions."""
+        if manifest.turns is None or not groups:
+            return groups
+        from . import archive_turns
+
+        data = await self._object(manifest.turns.key, manifest.turns.sha256)
+        turns = await asyncio.to_thread(archive_turns.from_parquet, data, [sequence for sequence, _ in groups])
+        return archive_turns.joined(groups, turns)
 
     async def object_bytes(self, manifest: ArchiveManifest) -> bytes:
         """The Parquet file of a manifest, checked against its digest."""

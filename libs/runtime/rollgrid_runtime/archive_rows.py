@@ -1,6 +1,7 @@
 """Closed groups to Arrow tables and back, without loss (extra `[archive]`: pyarrow).
 
-The columns are those of `rollgrid_contracts.columns`.  Token arrays go from packed bytes to Arrow
+The columns are those of `rollgrid_contracts.columns`.  Entries come back without their turns, which are rows of
+their own (`archive_turns`).  Token arrays go from packed bytes to Arrow
 buffers and back without becoming Python numbers.
 """
 
@@ -114,7 +115,7 @@ def schema() -> pa.Schema:
 
 
 def to_table(groups: Sequence[Numbered]) -> pa.Table:
-    """One row per entry, in the order given."""
+    """One row per entry, in the order given; turns are left to `archive_turns`."""
     widths = [len(group.entries) for _, group in groups]
     entries = [entry for _, group in groups for entry in group.entries]
     arrays: dict[str, Any] = {
@@ -122,9 +123,9 @@ def to_table(groups: Sequence[Numbered]) -> pa.Table:
     }
     for column in GROUP_COLUMNS[1:]:
         value = _OF_GROUP[column.name]
-        arrays[column.name] = _array(column, _repeated((value(group) for _, group in groups), widths))
+        arrays[column.name] = column_array(column, _repeated((value(group) for _, group in groups), widths))
     for column in SAMPLE_COLUMNS:
-        arrays[column.name] = _array(column, list(map(_OF_ENTRY[column.name], entries)))
+        arrays[column.name] = column_array(column, list(map(_OF_ENTRY[column.name], entries)))
     first_rows: list[bytes | None] = []
     for (_, group), width in zip(groups, widths, strict=True):
         first_rows += [_group_record(group), *itertools.repeat(None, width - 1)]
@@ -139,8 +140,8 @@ def from_table(table: pa.Table) -> list[Numbered]:
     sequences = whole["sequence"].to_pylist()
     heads = whole["group_record"].to_pylist()
     records = whole["entry_record"].to_pylist()
-    prompts, texts = _packed(whole, "prompt_token_ids", TokenIds), whole["prompt_text"].to_pylist()
-    tokens, logprobs = _packed(whole, "token_ids", TokenIds), _packed(whole, "logprobs", Floats)
+    prompts, texts = packed_column(whole, "prompt_token_ids", TokenIds), whole["prompt_text"].to_pylist()
+    tokens, logprobs = packed_column(whole, "token_ids", TokenIds), packed_column(whole, "logprobs", Floats)
     words = whole["text"].to_pylist()
     groups: list[Numbered] = []
     row = 0
@@ -198,20 +199,20 @@ def _repeated(values: Iterable[Any], widths: Sequence[int]) -> list[Any]:
     return [value for value, width in zip(values, widths, strict=True) for _ in range(width)]
 
 
-def _array(column: Column, values: list[Any]) -> Any:
+def column_array(column: Column, values: list[Any]) -> Any:
     if column.kind in _PACKED:
-        return _list_array(column.kind, values)
+        return list_array(column.kind, values)
     return pa.array(values, TYPES[column.kind])
 
 
-def _list_array(kind: Kind, values: Sequence[PackedArray[Any]]) -> Any:
+def list_array(kind: Kind, values: Sequence[PackedArray[Any]]) -> Any:
     whole = b"".join(value.packed for value in values)
     offsets = list(itertools.accumulate((len(value) for value in values), initial=0))
     inner = pa.Array.from_buffers(TYPES[kind].value_type, offsets[-1], [None, pa.py_buffer(whole)])
     return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), inner, type=TYPES[kind])
 
 
-def _packed(table: pa.Table, name: str, kind: type[Any]) -> list[Any]:
+def packed_column(table: pa.Table, name: str, kind: type[Any]) -> list[Any]:
     if not table.num_rows:
         return []
     column: Any = table[name].chunk(0)
@@ -228,7 +229,7 @@ def _group_record(group: GroupClosed) -> bytes:
 
 def _entry_record(entry: Entry) -> bytes:
     bare = msgspec.structs.replace(entry.sample, token_ids=TokenIds(), logprobs=Floats(), text=None)
-    return codec.encode(msgspec.structs.replace(entry, sample=bare))
+    return codec.encode(msgspec.structs.replace(entry, sample=bare, turns=()))
 
 
 def _whole_entry(record: bytes, **sample: Any) -> Entry:

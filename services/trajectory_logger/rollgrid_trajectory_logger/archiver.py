@@ -1,5 +1,5 @@
-"""Writes the trajectory stream to S3: Parquet objects for a range of sequences (one of closed groups, one of
-posted rewards), then their manifest, then the acks.
+"""Writes the trajectory stream to S3: Parquet objects for a range of sequences (one of closed groups, one of their
+turns, one of posted rewards), then their manifest, then the acks.
 
 A range begins behind the last manifest's, and manifests are created only if absent, so ranges
 never overlap and never leave a hole, whoever writes and wherever he is killed.
@@ -20,15 +20,17 @@ from rollgrid_contracts.columns import (
     ArchivedClose,
     ArchivedPost,
     ArchivedRewards,
+    ArchivedTurns,
     ArchiveManifest,
     data_key,
     manifest_key,
     rewards_key,
+    turns_key,
 )
 from rollgrid_contracts.ids import new_key
 from rollgrid_contracts.topology import ARCHIVER, DEDUPE_HEADER, TRAJECTORIES, Header
 from rollgrid_contracts.trajectories import GroupClosed, RewardsPosted, Superseded, count_statuses
-from rollgrid_runtime import archive_rewards, telemetry
+from rollgrid_runtime import archive_rewards, archive_turns, telemetry
 from rollgrid_runtime.archive import ArchiveManifests
 from rollgrid_runtime.archive_rows import to_parquet
 from rollgrid_runtime.blobs import Blobs
@@ -236,8 +238,10 @@ class Archiver:
         key, digest, size = None, "", 0
         if groups:
             key, digest, size = await self._put(data_key, first, last, await asyncio.to_thread(to_parquet, groups))
+        turns = await self._write_turns(first, last, groups)
         rewards = await self._write_rewards(first, last)
         manifest = ArchiveManifest(
+            schema=1 if turns is None else 2,
             first=first,
             last=last,
             groups=len(groups),
@@ -252,11 +256,12 @@ class Archiver:
             created_at=time.time(),
             writer=self._writer,
             rewards=rewards,
+            turns=turns,
         )
         if await self._blobs.create(manifest_key(first), msgspec.json.encode(manifest)):
             metrics.ARCHIVED_GROUPS.inc(len(groups))
             metrics.ARCHIVED_POSTS.inc(len(rewards.posts) if rewards else 0)
-            metrics.ARCHIVED_BYTES.inc(size + (rewards.size if rewards else 0))
+            metrics.ARCHIVED_BYTES.inc(size + (rewards.size if rewards else 0) + (turns.size if turns else 0))
             for seq, group in groups:
                 _trace(seq, group, begun, key)
             await self._continue_behind(last)
@@ -266,6 +271,14 @@ class Archiver:
         if written is None or written.last < first:
             raise StorageError(f"manifest {first} exists and is not listed yet")
         await self._continue_behind(written.last)
+
+    async def _write_turns(self, first: int, last: int, groups: list[tuple[int, GroupClosed]]) -> ArchivedTurns | None:
+        rows = archive_turns.rows_of(groups)
+        if not rows:
+            return None
+        data = await asyncio.to_thread(archive_turns.to_parquet, rows)
+        key, digest, size = await self._put(turns_key, first, last, data)
+        return ArchivedTurns(key=key, sha256=digest, size=size, rows=len(rows))
 
     async def _write_rewards(self, first: int, last: int) -> ArchivedRewards | None:
         posts = [(item.seq, item.post) for item in self._buffer if item.post is not None]

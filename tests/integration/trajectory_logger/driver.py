@@ -20,6 +20,7 @@ from rollgrid_contracts.scoring import SampleScores, SamplesScored, Score, Score
 from rollgrid_contracts.subjects import PoolLane
 from rollgrid_contracts.topology import Header
 from rollgrid_contracts.trajectories import GroupClosed
+from rollgrid_runtime import archive_turns
 from rollgrid_runtime.archive import decode_manifest
 from rollgrid_runtime.archive_rows import from_parquet
 from rollgrid_runtime.blobs import Blobs
@@ -196,6 +197,11 @@ class Driver:
             assert data is not None
             assert (len(data), hashlib.sha256(data).hexdigest()) == (manifest.size, manifest.sha256)
             groups = from_parquet(data)
+            if manifest.turns is not None:
+                turns = await self.blobs.get(manifest.turns.key)
+                assert turns is not None
+                assert hashlib.sha256(turns).hexdigest() == manifest.turns.sha256
+                groups = archive_turns.joined(groups, archive_turns.from_parquet(turns, [s for s, _ in groups]))
             assert [(c.sequence, c.group_id) for c in manifest.closes] == [(s, g.group_id) for s, g in groups]
             found += groups
         return found
