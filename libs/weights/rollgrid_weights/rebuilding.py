@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import mmap
 import secrets
 import shutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -17,7 +16,7 @@ from pathlib import Path
 from rollgrid_contracts.checkpoints import CheckpointKind, CheckpointManifest, FileInfo
 from rollgrid_contracts.failures import ErrorCode
 
-from .delta.blob import read_blob
+from .delta.blob import open_blob
 from .delta.decode import apply_delta
 from .delta.states import file_state, state_digest
 from .errors import WeightsError, invalid
@@ -151,12 +150,7 @@ def rebuild(start: Path, deltas: Sequence[Path], folder: Path, digest: str, *, t
         shutil.copyfile(path, folder / path.name)
     state = file_state(weight_files(folder), writable=True)
     for path in deltas:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            delta = read_blob(memoryview(data))
-            try:
-                apply_delta(delta, state, state, threads=threads)
-            finally:
-                delta.payload.release()
+        apply_delta(open_blob(path), state, state, threads=threads)
     found = folder_digest(folder, threads)
     if found != digest:
         raise WeightsError(

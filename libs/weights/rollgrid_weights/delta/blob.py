@@ -12,8 +12,10 @@ import math
 import struct
 from collections.abc import Iterable
 from enum import IntEnum
+from pathlib import Path
 
 import msgspec
+import numpy as np
 import zstandard
 from rollgrid_contracts.failures import ErrorCode
 
@@ -139,6 +141,13 @@ def read_blob(data: bytes | memoryview) -> Delta:
     header = _header(unpacked(view[begin : begin + stored], raw, "header"))
     _check(header, payload)
     return Delta(codec=Codec(codec), header=header, payload=view[begin + stored :], blob_digest=digest.hexdigest())
+
+
+def open_blob(path: Path) -> Delta:
+    """As `read_blob`, memory-mapped for as long as the delta is referred to."""
+    if not path.stat().st_size:
+        return read_blob(b"")  # which refuses it; an empty file cannot be mapped
+    return read_blob(np.memmap(path, np.uint8, "r").data)
 
 
 def unpacked(data: bytes | memoryview, size: int, what: str) -> bytes:
