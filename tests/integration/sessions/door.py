@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import httpx2
@@ -34,12 +35,12 @@ class Session:
 
     def openai(self, base_path: str | None = None) -> OpenAI:
         base = self.pipe.url + (base_path or self.opened["base_path"])
-        return OpenAI(base_url=base, api_key=KEYS[self.tenant], max_retries=0, timeout=REQUEST_S)
+        return _openai(self.pipe.url, self.tenant).with_options(base_url=base)
 
     def chat(self, messages: list[Any], base_path: str | None = None, **options: Any) -> Turn:
         options = {"max_tokens": 8, **options}
-        with self.openai(base_path) as client:
-            return Turn(client.chat.completions.create(model="tiny", messages=messages, **options))
+        client = self.openai(base_path)
+        return Turn(client.chat.completions.create(model="tiny", messages=messages, **options))
 
     def state(self, **params: Any) -> dict[str, Any]:
         return ok(self.http.get(f"/v1/sessions/{self.id}", params=params))
@@ -79,16 +80,25 @@ class Turn:
         return self.answer.choices[0].message.model_dump(exclude_none=True, include={"role", "content", "tool_calls"})
 
 
+@functools.cache
+def _openai(url: str, tenant: str) -> OpenAI:
+    """One for all sessions: a client of its own costs more than its turns."""
+    return OpenAI(base_url=url, api_key=KEYS[tenant], max_retries=0, timeout=REQUEST_S)
+
+
+@functools.cache
+def _http(url: str, tenant: str) -> httpx2.Client:
+    return httpx2.Client(base_url=url, headers={"authorization": f"Bearer {KEYS[tenant]}"}, timeout=REQUEST_S)
+
+
 def http(pipe: Stack, tenant: str = "acme") -> httpx2.Client:
-    headers = {"authorization": f"Bearer {KEYS[tenant]}"}
-    return httpx2.Client(base_url=pipe.url, headers=headers, timeout=REQUEST_S)
+    return _http(pipe.url, tenant)
 
 
 def open_session(pipe: Stack, tenant: str = "acme", **terms: Any) -> Session:
-    with http(pipe, tenant) as client:
-        answer = client.post("/v1/sessions", json=terms)
-        assert answer.status_code in (200, 201), answer.text
-        return Session(pipe, answer.json(), tenant)
+    answer = http(pipe, tenant).post("/v1/sessions", json=terms)
+    assert answer.status_code in (200, 201), answer.text
+    return Session(pipe, answer.json(), tenant)
 
 
 def ok(answer: httpx2.Response, status: int = 200) -> dict[str, Any]:

@@ -52,9 +52,9 @@ def test_a_streamed_turn_is_the_turn_that_is_recorded(pipe: Stack) -> None:
     texts: list[str] = []
     before: list[int] = []
     for _ in range(3):
-        with session.openai() as client:
-            stream = client.chat.completions.create(model="tiny", messages=messages, max_tokens=12, stream=True)
-            chunks = [chunk.model_dump() for chunk in stream]
+        client = session.openai()
+        stream = client.chat.completions.create(model="tiny", messages=messages, max_tokens=12, stream=True)
+        chunks = [chunk.model_dump() for chunk in stream]
         text = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
         tokens = [token for chunk in chunks for token in chunk["choices"][0].get("token_ids") or []]
         assert {chunk["session"]["turn"] for chunk in chunks} == {len(texts)}
@@ -70,11 +70,11 @@ def test_a_streamed_turn_is_the_turn_that_is_recorded(pipe: Stack) -> None:
 
 def test_completions_and_generate_take_ids_whole_or_only_the_new_ones(pipe: Stack) -> None:
     session = open_session(pipe)
-    with session.openai() as client:
-        first = client.completions.create(model="tiny", prompt=[5, 6, 7], max_tokens=4).model_dump()
-        so_far = [5, 6, 7] + first["choices"][0]["token_ids"]
-        more: dict[str, Any] = {"observation_token_ids": [8, 9]}
-        second = client.completions.create(model="tiny", prompt="", max_tokens=4, extra_body=more).model_dump()
+    client = session.openai()
+    first = client.completions.create(model="tiny", prompt=[5, 6, 7], max_tokens=4).model_dump()
+    so_far = [5, 6, 7] + first["choices"][0]["token_ids"]
+    more: dict[str, Any] = {"observation_token_ids": [8, 9]}
+    second = client.completions.create(model="tiny", prompt="", max_tokens=4, extra_body=more).model_dump()
     assert second["choices"][0]["prompt_token_ids"] == [*so_far, 8, 9]
     assert second["session"]["parent"] == 0
     so_far += [8, 9, *second["choices"][0]["token_ids"]]
@@ -92,11 +92,11 @@ def test_completions_and_generate_take_ids_whole_or_only_the_new_ones(pipe: Stac
 
 def test_a_text_prompt_goes_on_behind_the_text_of_its_branch(pipe: Stack) -> None:
     session = open_session(pipe)
-    with session.openai() as client:
-        first = client.completions.create(model="tiny", prompt="one two", max_tokens=6).model_dump()
-        text = "one two" + first["choices"][0]["text"] + " three"
-        second = client.completions.create(model="tiny", prompt=text, max_tokens=6).model_dump()
-        other = client.completions.create(model="tiny", prompt="ten", max_tokens=6).model_dump()
+    client = session.openai()
+    first = client.completions.create(model="tiny", prompt="one two", max_tokens=6).model_dump()
+    text = "one two" + first["choices"][0]["text"] + " three"
+    second = client.completions.create(model="tiny", prompt=text, max_tokens=6).model_dump()
+    other = client.completions.create(model="tiny", prompt="ten", max_tokens=6).model_dump()
     sampled = first["choices"][0]["prompt_token_ids"] + first["choices"][0]["token_ids"]
     assert second["session"]["fork"] is None
     assert second["choices"][0]["prompt_token_ids"][: len(sampled)] == sampled
@@ -114,18 +114,18 @@ def test_what_a_turn_is_answered_with_is_told_by_its_key(pipe: Stack) -> None:
     with pytest.raises(openai.ConflictError, match="Idempotency-Key"):
         session.chat([{"role": "user", "content": "other"}], extra_headers=headers)
     assert session.state()["turns"] == 1
-    streamed = {"stream": True, "max_tokens": 8}
-    with session.openai() as client:
-        key = {"Idempotency-Key": "turn-2"}
-        asked = [*messages, first.message, {"role": "user", "content": "more"}]
-        once, twice = (
-            [
-                token
-                for chunk in client.chat.completions.create(model="tiny", messages=asked, extra_headers=key, **streamed)
-                for token in chunk.model_dump()["choices"][0].get("token_ids") or []
-            ]
-            for _ in range(2)
-        )
+    streamed: dict[str, Any] = {"stream": True, "max_tokens": 8}
+    client = session.openai()
+    key = {"Idempotency-Key": "turn-2"}
+    asked = [*messages, first.message, {"role": "user", "content": "more"}]
+    once, twice = (
+        [
+            token
+            for chunk in client.chat.completions.create(model="tiny", messages=asked, extra_headers=key, **streamed)
+            for token in chunk.model_dump()["choices"][0].get("token_ids") or []
+        ]
+        for _ in range(2)
+    )
     assert once == twice
     assert session.state()["turns"] == 2
 
@@ -149,28 +149,28 @@ def test_approvals_and_deliverables_stand_with_their_turn(pipe: Stack) -> None:
 
 def test_models_are_listed_below_the_base_url(pipe: Stack) -> None:
     session = open_session(pipe)
-    with session.openai() as client:
-        assert "tiny" in [model.id for model in client.models.list()]
-        assert client.models.retrieve("tiny").id == "tiny"
+    client = session.openai()
+    assert "tiny" in [model.id for model in client.models.list()]
+    assert client.models.retrieve("tiny").id == "tiny"
 
 
 def test_an_x_session_id_on_the_plain_doors_opens_no_session(pipe: Stack) -> None:
-    with http(pipe) as client:
-        body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
-        answer = ok(client.post("/v1/chat/completions", json=body, headers={"X-Session-Id": "mine"}))
-        assert "session" not in answer
-        assert code_of(client.get("/v1/sessions/mine")) == (404, "not_found", "session")
+    client = http(pipe)
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+    answer = ok(client.post("/v1/chat/completions", json=body, headers={"X-Session-Id": "mine"}))
+    assert "session" not in answer
+    assert code_of(client.get("/v1/sessions/mine")) == (404, "not_found", "session")
 
 
 def test_a_client_that_leaves_stops_its_turn_and_not_its_session(pipe: Stack) -> None:
     session = open_session(pipe)
     messages: list[Any] = [{"role": "user", "content": "hello"}]
-    with session.openai() as client:
-        stream = client.chat.completions.create(
-            model="tiny", messages=messages, max_tokens=1900, stream=True, extra_body={"ignore_eos": True}
-        )
-        next(iter(stream))
-        stream.close()
+    client = session.openai()
+    stream = client.chat.completions.create(
+        model="tiny", messages=messages, max_tokens=1900, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    stream.close()
     wait_until(lambda: bool(session.state()["lost_turns"]), 20, "the turn has ended as cancelled")
     state = session.state()
     assert [lost["status"] for lost in state["lost_turns"]] == ["cancelled"]
@@ -192,16 +192,16 @@ def test_an_address_of_nothing_is_not_found(pipe: Stack, path: str, status: int)
 def test_i7_another_tenants_session_is_not_found(pipe: Stack) -> None:
     session = open_session(pipe)
     session.chat([{"role": "user", "content": "hello"}])
-    with http(pipe, "bolt") as foreign:
-        body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
-        calls = [
-            foreign.get(f"/v1/sessions/{session.id}"),
-            foreign.post(f"/v1/sessions/{session.id}/fork", json={}),
-            foreign.post(f"/v1/sessions/{session.id}/close", json={}),
-            foreign.delete(f"/v1/sessions/{session.id}"),
-            foreign.post(f"/s/{session.id}/v1/chat/completions", json=body),
-            foreign.get(f"/s/{session.id}/v1/models"),
-        ]
+    foreign = http(pipe, "bolt")
+    body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+    calls = [
+        foreign.get(f"/v1/sessions/{session.id}"),
+        foreign.post(f"/v1/sessions/{session.id}/fork", json={}),
+        foreign.post(f"/v1/sessions/{session.id}/close", json={}),
+        foreign.delete(f"/v1/sessions/{session.id}"),
+        foreign.post(f"/s/{session.id}/v1/chat/completions", json=body),
+        foreign.get(f"/s/{session.id}/v1/models"),
+    ]
     assert {code_of(answer)[:2] for answer in calls} == {(404, "not_found")}
     assert session.state()["status"] == "open"
 

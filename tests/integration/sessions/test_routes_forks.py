@@ -139,9 +139,9 @@ def test_a_tree_of_depth_and_width_four_has_256_leaves_and_stores_prefixes_once(
     options = {"max_tokens": 3, "ignore_eos": True}
 
     def sample(base_path: str, new: list[int]) -> int:
-        with session.openai(base_path) as client:
-            more = {"observation_token_ids": new, **options}
-            answer = client.completions.create(model="tiny", prompt="", extra_body=more).model_dump()
+        client = session.openai(base_path)
+        more = {"observation_token_ids": new, **options}
+        answer = client.completions.create(model="tiny", prompt="", extra_body=more).model_dump()
         return int(answer["session"]["turn"])
 
     def children(parent: int | None, level: int) -> list[int]:

@@ -18,11 +18,11 @@ def user(text: str) -> dict[str, Any]:
 
 def test_opening_again_is_the_same_session(pipe: Stack) -> None:
     terms: dict[str, Any] = {"run": "again", "group": "g-1", "n": 2, "index": 1, "metadata": {"level": 3}}
-    with http(pipe) as client:
-        first = ok(client.post("/v1/sessions", json=terms), 201)
-        again = ok(client.post("/v1/sessions", json=terms))
-        other = ok(client.post("/v1/sessions", json={**terms, "index": 0}), 201)
-        differs = client.post("/v1/sessions", json={**terms, "hold": "pin"})
+    client = http(pipe)
+    first = ok(client.post("/v1/sessions", json=terms), 201)
+    again = ok(client.post("/v1/sessions", json=terms))
+    other = ok(client.post("/v1/sessions", json={**terms, "index": 0}), 201)
+    differs = client.post("/v1/sessions", json={**terms, "hold": "pin"})
     assert (again["session"], again["deadline"]) == (first["session"], first["deadline"])
     assert first["status"] == "open"
     assert first["base_path"] == f"/s/{first['session']}/v1"
@@ -32,10 +32,10 @@ def test_opening_again_is_the_same_session(pipe: Stack) -> None:
 
 
 def test_a_key_names_the_session_of_a_request_without_a_label(pipe: Stack) -> None:
-    with http(pipe) as client:
-        key = {"Idempotency-Key": "open-1"}
-        first, again = (client.post("/v1/sessions", json={"run": "r"}, headers=key).json() for _ in range(2))
-        other = ok(client.post("/v1/sessions", json={"run": "r"}), 201)
+    client = http(pipe)
+    key = {"Idempotency-Key": "open-1"}
+    first, again = (client.post("/v1/sessions", json={"run": "r"}, headers=key).json() for _ in range(2))
+    other = ok(client.post("/v1/sessions", json={"run": "r"}), 201)
     assert first["session"] == again["session"] != other["session"]
 
 
@@ -66,8 +66,8 @@ def test_a_tenants_label_is_its_own(pipe: Stack) -> None:
     ],
 )
 def test_terms_that_cannot_be_are_refused_by_field(pipe: Stack, terms: dict[str, Any], code: str, field: str) -> None:
-    with http(pipe) as client:
-        assert code_of(client.post("/v1/sessions", json=terms)) == (400, code, field)
+    client = http(pipe)
+    assert code_of(client.post("/v1/sessions", json=terms)) == (400, code, field)
 
 
 def test_a13_a_group_of_sessions_closes_once_with_an_entry_each(pipe: Stack) -> None:
@@ -79,11 +79,11 @@ def test_a13_a_group_of_sessions_closes_once_with_an_entry_each(pipe: Stack) -> 
             messages.append(user(f"question {number}"))
             messages.append(session.chat(messages).message)
         session.close(reward=float(index), turn_rewards={"0": 0.5})
-    with http(pipe) as client:
-        deleted = ok(client.delete(f"/v1/sessions/{sessions[3].id}"))
-        assert deleted["outcome"] == "failed"
-        record = sessions[0].closed_group()
-        page = ok(client.get("/v1/runs/grpo/trajectories", params={"cursor": 0}))
+    client = http(pipe)
+    deleted = ok(client.delete(f"/v1/sessions/{sessions[3].id}"))
+    assert deleted["outcome"] == "failed"
+    record = sessions[0].closed_group()
+    page = ok(client.get("/v1/runs/grpo/trajectories", params={"cursor": 0}))
     assert [one["group"]["group_id"] for one in page["groups"]] == [record["group_id"]], "one close"
     assert (record["n"], len(record["entries"]), record["label"]) == (4, 4, "task-7")
     entries = record["entries"]
@@ -124,15 +124,16 @@ def test_an_ended_session_takes_no_turn_and_can_still_be_looked_at(pipe: Stack) 
 
 def test_a_delete_stops_the_turn_under_way(pipe: Stack) -> None:
     session = open_session(pipe)
-    with session.openai() as client:
-        stream = client.chat.completions.create(
-            model="tiny", messages=[user("x")], max_tokens=1900, stream=True, extra_body={"ignore_eos": True}
-        )
-        chunks = iter(stream)
-        next(chunks)
-        assert ok(session.http.delete(f"/v1/sessions/{session.id}"))["outcome"] == "failed"
-        with pytest.raises(openai.APIError):
-            list(chunks)
+    messages: list[Any] = [user("x")]
+    client = session.openai()
+    stream = client.chat.completions.create(
+        model="tiny", messages=messages, max_tokens=1900, stream=True, extra_body={"ignore_eos": True}
+    )
+    chunks = iter(stream)
+    next(chunks)
+    assert ok(session.http.delete(f"/v1/sessions/{session.id}"))["outcome"] == "failed"
+    with pytest.raises(openai.APIError):
+        list(chunks)
     assert session.state()["status"] == "failed"
 
 
