@@ -154,7 +154,8 @@ def sampler_settings(**changes: Any) -> SamplerSettings:
 @contextlib.asynccontextmanager
 async def sampler(nats: NatsSettings, s3: S3Settings, **changes: Any) -> AsyncIterator[SamplerService]:
     """A sampler inside this loop, ready; drained and stopped at the end."""
-    service = SamplerService(sampler_settings(**changes), nats, s3)
+    redis = changes.pop("redis", None)
+    service = SamplerService(sampler_settings(**changes), nats, s3, redis)
     await service.start()
     work = asyncio.create_task(service.run())
     try:
