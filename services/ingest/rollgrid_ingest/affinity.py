@@ -29,6 +29,7 @@ from rollgrid_runtime.state import State, StateError
 
 from . import metrics
 from .affinity_lua import BOUND_TO, LOADS, PLACE, RELEASE
+from .submission import Submission
 
 log = get_logger(__name__)
 AWAY_S = 1.0
@@ -36,6 +37,8 @@ AWAY_S = 1.0
 COUNT_EVERY_S = 5.0
 LONGEST_NAME = 128
 """A session's own name goes into keys up to so many characters, a longer one as its digest."""
+CALLS = "~"
+"""Before the names that callers give (X-Session-Id): none of them is a session's."""
 ANY_VERSION = WeightConstraint()
 
 
@@ -119,6 +122,13 @@ class Affinity:
             state = workers.get(before)
             metrics.REBINDS.labels(("gone" if state is None else unfit(state, need)) or "saturated").inc()
         return str(worker)
+
+    async def of_call(self, submission: Submission) -> str | None:
+        """The worker of a call that names an affinity; None = any."""
+        if submission.affinity is None:
+            return None
+        need, policy = Need(submission.policy, submission.weights), submission.policy
+        return (await self.place(policy.pool, submission.tenant, CALLS + submission.affinity, need)).worker
 
     async def bound_to(self, pool: str, tenant: str, session: str) -> str | None:
         """The worker of the session's binding, None = it has none, or Redis is away."""

@@ -112,6 +112,7 @@ def caller_of(request: Request, who: Principal, body: bytes) -> Caller:
         idempotent=key is not None,
         digest=body_digest(request.url.path, body) if key is not None else "",
         traceparent=telemetry.current().traceparent,
+        affinity=request.headers.get("x-session-id") or None,
     )
 
 

@@ -23,6 +23,7 @@ from rollgrid_runtime.telemetry import Span
 
 from . import metrics
 from .admission import JobsShare, TenantGauge, TenantGauges
+from .affinity import Affinity
 from .availability import Availability
 from .idempotency import Claim, Idempotency
 from .ledger_client import LedgerClient
@@ -61,11 +62,13 @@ class Handler:
         share: JobsShare,
         availability: Availability,
         pacing: Pacing,
+        affinity: Affinity,
         *,
         publish_timeout_s: float,
     ) -> None:
         self._bus, self._ledger, self._limits, self._share = bus, ledger, limits, share
         self._availability, self._pacing, self._pins = availability, pacing, Pins(bus)
+        self._affinity = affinity
         self._publisher = JobPublisher(bus, publish_timeout_s)
         self._idempotency = Idempotency(bus)
         self._gauges = TenantGauges(bus, limits.max_inflight_samples)
@@ -156,7 +159,7 @@ class Handler:
         ):
             job = turn_job(submission, now, span.traceparent)
             await self._share.check(submission.tenant, len(job.payload))
-            sequence = await self._publisher.publish_turn(job, lane_of(submission), worker)
+            sequence = await self._publisher.publish(lane_of(submission), [job], worker)
             span.set(sequence=sequence)
         metrics.SAMPLES.labels(submission.priority.value).inc()
         return sequence
@@ -251,7 +254,8 @@ class Handler:
             if jobs:
                 longest = max(submission.groups[position].deadline_s for position in positions)
                 await self._pins.hold(submission, batch_id, now + longest)
-            job_seq = await self._publisher.publish(lane_of(submission), jobs)
+            worker = await self._affinity.of_call(submission)
+            job_seq = await self._publisher.publish(lane_of(submission), jobs, worker)
             stored = True
         except RollgridError as error:
             told = error.code is not ErrorCode.VERSION_GONE  # then no job was sent

@@ -35,15 +35,18 @@ class JobPublisher:
         self._durables = Durables(bus)
         self._batches = asyncio.Semaphore(CONCURRENT_BATCHES)
 
-    async def publish(self, lane: PoolLane, jobs: Sequence[PreparedJob]) -> int:
-        """Store all jobs durably; the last RG_JOBS sequence, 0 for no jobs.
+    async def publish(self, lane: PoolLane, jobs: Sequence[PreparedJob], worker: str | None = None) -> int:
+        """Store all jobs durably, on the pool's lane or on a worker's own; the last RG_JOBS sequence, 0 for no jobs.
 
         Raises QueueFull (of a batch nothing, of several a prefix is stored), BusError (unknown).
         """
         if not jobs:
             return 0
-        await self._durables.ensure(topology.pool_consumer(lane))
-        subject = subjects.jobs_pool(lane.pool, lane.priority, lane.tenant)
+        if worker is None:
+            consumer, subject = topology.pool_consumer(lane), subjects.jobs_pool(*lane)
+        else:
+            consumer, subject = topology.lane_consumer(worker), subjects.jobs_worker(worker)
+        await self._durables.ensure(consumer)
         if len(jobs) < ATOMIC_BATCH_MIN:
             last = 0
             for job in jobs:
@@ -55,20 +58,6 @@ class JobPublisher:
         items = [Outgoing(subject, job.payload, job.headers) for job in jobs]
         async with self._batches:
             return (await self._bus.publish_batch(items, timeout_s=self._timeout_s))[-1]
-
-    async def publish_turn(self, job: PreparedJob, lane: PoolLane, worker: str | None) -> int:
-        """Store one job, on the worker's lane or the pool's; its RG_JOBS sequence.  Raises as `publish`."""
-        if worker is None:
-            return await self.publish(lane, [job])
-        await self._durables.ensure(topology.lane_consumer(worker))
-        ack = await self._bus.publish(
-            subjects.jobs_worker(worker),
-            job.payload,
-            msg_id=job.msg_id,
-            headers=job.headers,
-            timeout_s=self._timeout_s,
-        )
-        return ack.sequence
 
 
 def jobs_of(

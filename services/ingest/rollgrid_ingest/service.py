@@ -90,6 +90,12 @@ class IngestService:
         ledger = LedgerClient(bus)
         fleet, versions = Fleet(bus), Versions(bus, blobs)
         self._pacing = Pacing(bus, ledger, catalog)
+        state = State(RedisSettings())
+        self._stack.push_async_callback(state.close)
+        leases = Leases(bus)
+        affinity = Affinity(
+            lambda: leases.alive, state, factor=settings.affinity_factor, saturation=settings.affinity_saturation
+        )
         handler = Handler(
             bus,
             ledger,
@@ -97,6 +103,7 @@ class IngestService:
             JobsShare(bus, share),
             Availability(catalog, versions, fleet),
             self._pacing,
+            affinity,
             publish_timeout_s=settings.publish_timeout_s,
         )
         self._stack.push_async_callback(handler.close)
@@ -105,12 +112,6 @@ class IngestService:
         scorers = known_scorers(settings)
         translator = Translator(catalog, threads, settings, scorers, default_run=settings.header_run)
         replies = Replies(bus, ledger, results, poll_s=settings.reply_poll_s, grace_s=settings.reply_grace_s)
-        state = State(RedisSettings())
-        self._stack.push_async_callback(state.close)
-        leases = Leases(bus)
-        affinity = Affinity(
-            lambda: leases.alive, state, factor=settings.affinity_factor, saturation=settings.affinity_saturation
-        )
         store = SessionStore(state, bus, ledger, settings)
         self._beside = (leases.follow, affinity.count, Expiry(state, store, every_s=settings.session_sweep_s).run)
         uploads = Uploads(blobs, max_bytes=settings.max_upload_bytes, ttl_s=settings.upload_ttl_s)

@@ -67,7 +67,8 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
     """`key` names the request and so its ids; `idempotent` when it is the client's own idempotency key.
     `digest` is that of the request's body; `stored` when RG_SUBMIT holds it until its jobs are stored.
     `weights_field` is where the request names the versions it wants.
-    A session's turn (`turn`) is one group of one sample that goes by its `call_id`."""
+    A session's turn (`turn`) is one group of one sample that goes by its `call_id`.  Calls of one `affinity` go to one
+    worker, and are nothing else to each other."""
 
     tenant: str
     run: str
@@ -91,6 +92,7 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
     record_format: str = "msgpack"
     stored: bool = False
     turn: TurnPlace | None = None
+    affinity: str | None = None
 
     @property
     def batch_id(self) -> str:
@@ -146,6 +148,7 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
     digest: str = ""
     traceparent: str | None = None
     record_format: str = "msgpack"
+    affinity: str | None = None
 
     @property
     def named(self) -> bool:

@@ -209,6 +209,7 @@ class OpenAITranslator:
             cache_salt=bounded_text(request.cache_salt, "cache_salt", MAX_CACHE_SALT_CHARS),
             reply=reply,
             traceparent=caller.traceparent,
+            affinity=caller.affinity,
         )
 
     def _interactive_sampling(

@@ -9,18 +9,20 @@ import signal
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 
+import httpx2
 import pytest
 from rollgrid import AsyncClient, Retries
 from rollgrid_contracts import codec, subjects
 from rollgrid_contracts.episodes import SessionEnded, SessionForked, SessionOpened
 from rollgrid_contracts.fleet import LaneClaim
+from rollgrid_contracts.ids import NO_SESSION
 from rollgrid_contracts.samples import SamplesFinished
 from rollgrid_contracts.topology import JOBS, LANES, SAMPLES, lane_consumer
 from rollgrid_runtime.bus import Bus
 from rollgrid_runtime.kv import Table
 from rollgrid_runtime.reading import read_after
 
-from tests.support.stack import TENANT, Stack
+from tests.support.stack import POLICY, TENANT, Stack
 from tests.support.waiting import until
 
 from .conftest import NAMES
@@ -195,3 +197,24 @@ async def test_a_frozen_workers_lane_is_drained_by_a_peer_and_its_return_doubles
     await player.workers(names)
     for name in there:
         assert list((await finishes(wire, name)).values()) == [1, 1, 1]
+
+
+async def test_calls_of_one_x_session_id_go_to_one_worker(pipe: Stack, wire: Bus) -> None:
+    """A25: the header alone gives affinity, and no session."""
+    async with httpx2.AsyncClient(timeout=60) as client:
+        for number in range(24):
+            url = pipe["ingest" if number % 2 else "ingest-1"].health_url
+            run = f"calls-{number % 5}"
+            headers = {"X-Session-Id": f"mine/{number % 5}", "X-Rollgrid-Run": run}
+            body = {"model": POLICY, "prompt": [5, 6, 7], "max_tokens": 4}
+            answer = await client.post(f"{url}/v1/completions", json=body, headers=headers)
+            assert answer.status_code == 200, answer.text
+    workers: dict[str, list[str]] = {}
+    page = await read_after(wire, SAMPLES.name, subjects.samples_of(TENANT, NO_SESSION), 0, 10_000)
+    for stored in page.messages:
+        event = codec.decode(stored.data, SamplesFinished)
+        workers.setdefault(event.run, []).append(event.samples[0].worker)
+    calls = [found for run, found in workers.items() if run.startswith("calls-")]
+    assert sum(map(len, calls)) == 24
+    assert [len(set(found)) for found in calls] == [1] * 5
+    assert len({found[0] for found in calls}) > 1
