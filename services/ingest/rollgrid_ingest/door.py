@@ -168,6 +168,9 @@ class Call(Protocol):
     async def answered(self, collected: Collected) -> None:
         """Its samples have come, whatever became of them."""
 
+    async def let_go(self) -> None:
+        """The last of it, whether it was ever submitted or not."""
+
 
 class GroupsCall:
     """The groups of one request.  See `Call`."""
@@ -193,6 +196,18 @@ class GroupsCall:
     async def answered(self, collected: Collected) -> None:
         pass
 
+    async def let_go(self) -> None:
+        pass
+
+
+@contextlib.asynccontextmanager
+async def ending(call: Call) -> AsyncIterator[None]:
+    """Around all that is done for a call."""
+    try:
+        yield
+    finally:
+        await call.let_go()
+
 
 async def interactive(
     request: Request, submission: Submission, asked: Call | None = None
@@ -206,7 +221,7 @@ async def interactive(
     door = parts(request)
     call: Call = GroupsCall(door, submission) if asked is None else asked
     sizes = {group_id: group.n for group_id, group in zip(submission.group_ids, submission.groups, strict=True)}
-    async with door.held(), door.replies.listening(sizes, turn=call.record) as collected:
+    async with door.held(), ending(call), door.replies.listening(sizes, turn=call.record) as collected:
         accepted = await call.submit()
         waiting = door.replies.wait(collected, submission.tenant, accepted.deadline, ask_first=not accepted.fresh)
         try:

@@ -75,8 +75,11 @@ async def get_session(request: Request, session: str, token_ids: WithIds = False
     worker = None
     if entry is not None and episode.ended is None:
         worker = await door.turns.affinity.bound_to(entry.value.pool, who.tenant, session)
-    state = session_state(episode, worker, time.time(), with_ids=token_ids)
-    return json_response(await door.threads.run(lambda: state))
+
+    def written() -> Response:
+        return json_response(session_state(episode, worker, time.time(), with_ids=token_ids))
+
+    return await door.threads.run(written)
 
 
 @router.post(

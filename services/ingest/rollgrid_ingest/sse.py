@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from . import metrics
 from .chunks import Chunk, Chunks
-from .door import Call, ClientGone, GroupsCall, Parts, request_id, until_disconnect
+from .door import Call, ClientGone, GroupsCall, Parts, ending, request_id, until_disconnect
 from .envelope import error_answer
 from .replies import Collected, expired
 from .stream_call import StreamCall
@@ -94,7 +94,8 @@ class StreamAnswer:
         groups = self._submission.groups
         sizes = {group_id: group.n for group_id, group in zip(self._submission.group_ids, groups, strict=True)}
         call.answers = not self._submission.idempotent
-        async with door.held(), door.replies.listening(sizes, call, self._asked.record) as collected:
+        listening = door.replies.listening(sizes, call, self._asked.record)
+        async with door.held(), ending(self._asked), listening as collected:
             accepted = await self._asked.submit()
             call.answers = accepted.fresh
             try:

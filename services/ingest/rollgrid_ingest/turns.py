@@ -146,6 +146,7 @@ class TurnCall:
         assert submission.turn is not None
         self._turns, self._submission, self._episode, self._now = turns, submission, episode, now
         self._key, self._again, self._place = key, again, submission.turn
+        self._settled = again
         session = submission.turn.session
         self.record = TurnReader(turns.store, submission.tenant, session.session, session.turn)
 
@@ -155,11 +156,11 @@ class TurnCall:
         if not self._again:
             try:
                 sequence = await self._store()
-            except RollgridError as error:
+            except BusError:
                 # a job that nobody answered for may be there: with a key its client comes back for it
-                if self._key is None or not isinstance(error, BusError):
-                    await self._abandon()
+                self._settled = self._key is not None
                 raise
+        self._settled = True
         place = self._place
         return Accepted(
             batch_id=place.call_id,
@@ -194,7 +195,11 @@ class TurnCall:
         parent = self._place.session.node.parent
         return None if parent is None else self._episode.tree.nodes[parent].sample.worker or None
 
-    async def _abandon(self) -> None:
+    async def let_go(self) -> None:
+        """A turn that never became a job gives its branch free."""
+        if self._settled:
+            return
+        self._settled = True
         place = self._place
         await self._turns.store.abandon_turn(self._submission.tenant, place.session.session, place.session.turn)
         if self._key is not None:
