@@ -66,7 +66,7 @@ def run(settings: Settings, out: Path, *, resume: bool, name: str) -> History:
     with tempfile.TemporaryDirectory(prefix="rollgrid-base-") as base:
         policy.save(Path(base))
         with client(Path(base)) as (rollgrid, served):
-            fleet = Fleet(rollgrid, served, name, wait_live=settings.max_staleness == 0)
+            fleet = Fleet(rollgrid, served, name, wait_live=settings.max_staleness == 0, publish_as=settings.publish)
             trainer = (
                 checkpoint.resume(out / STATE, policy, optimizer, fleet)
                 if resume

@@ -45,6 +45,7 @@ class Colocated:
         )  # fmt: skip
         self._tokenizer: Any = self._llm.get_tokenizer()
         self._version = 0
+        self.published_bytes = 0  # the tensors are handed over in memory
 
     def publish(self, state: State, step: int) -> int:
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": list(state.items())})

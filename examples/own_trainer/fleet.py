@@ -50,6 +50,9 @@ class Request(NamedTuple):
 class Sampler(Protocol):
     """Whoever samples for the trainer."""
 
+    published_bytes: int
+    """What the last publication sent."""
+
     def publish(self, state: State, step: int) -> int:
         """New weights for what is sampled from now on; the number of their version."""
         ...
@@ -66,13 +69,23 @@ class Sampler(Protocol):
 class Fleet:
     """rollgrid."""
 
-    def __init__(self, client: Client, policy: str, run: str, *, wait_live: bool = True) -> None:
+    def __init__(
+        self, client: Client, policy: str, run: str, *, wait_live: bool = True, publish_as: str = "full"
+    ) -> None:
         """`wait_live`: `publish` returns when all samplers run the version; an asynchronous trainer needs no wait."""
         self.client, self.policy, self.run = client, policy, run
-        self._wait_live = wait_live
+        self._wait_live, self._publish_as = wait_live, publish_as
+        self._kind = "full" if publish_as == "full" else "auto"  # the first has nothing to go on from
+        self.published_bytes = 0
 
     def publish(self, state: State, step: int) -> int:
-        published = self.client.weights.publish(self.policy, dict(state), step=step, upload=f"{self.run}-{step}")
+        sizes: dict[str, int] = {}
+        published = self.client.weights.publish(
+            self.policy, dict(state), kind=self._kind, step=step,
+            upload=f"{self.run}-{step}", sent=lambda file, sent, size: sizes.update({file: size}),
+        )  # fmt: skip
+        self.published_bytes = sum(sizes.values())
+        self._kind = self._publish_as
         if self._wait_live:
             published.wait_live(timeout=LIVE_TIMEOUT_S)
         return int(published.version)

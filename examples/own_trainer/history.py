@@ -30,6 +30,7 @@ class Step:
     rollout_s: float
     train_s: float
     publish_s: float
+    published_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

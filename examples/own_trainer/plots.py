@@ -1,8 +1,8 @@
-"""A run's picture: rewards, staleness, |Δlogprob|, useful samples and tokens per second over the steps."""
+"""A run's picture: rewards, staleness, |Δlogprob|, useful samples, tokens per second and bytes published over the steps."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,8 @@ def draw(runs: Mapping[str, list[History]], path: Path, title: str) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(2, 3, figsize=(13, 7), layout="constrained")
-    panels = {
+    figure, axes = pyplot.subplots(2, 4, figsize=(16, 7), layout="constrained")
+    panels: dict[str, Callable[[History], tuple[list[int], list[Any]]]] = {
         "reward on training questions": lambda run: _steps(run, "reward"),
         "reward on held-out questions": lambda run: (
             [e.step for e in run.exams],
@@ -30,6 +30,8 @@ def draw(runs: Mapping[str, list[History]], path: Path, title: str) -> None:
         "largest |Δlogprob| to the trainer's own forward pass": lambda run: _steps(run, "difference"),
         "useful samples": lambda run: _steps(run, "useful"),
         "sampled tokens per second of the whole step": _throughput,
+        "bytes published": lambda run: _steps(run, "published_bytes"),
+        "seconds to publish": lambda run: _steps(run, "publish_s"),
     }
     for axis, (name, values) in zip(axes.flat, panels.items(), strict=True):
         for (label, histories), colour in zip(runs.items(), COLOURS, strict=False):

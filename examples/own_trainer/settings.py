@@ -43,9 +43,12 @@ class Settings:
     warm_until: float = option(0.05, "the warm start ends at this probability of the right answer")
     warm_lr: float = option(3e-3, "learning rate of the warm start")
     deadline_s: float = option(180.0, "a batch that takes longer closes with what it has")
+    publish: str = option("full", "weights of each step as full | delta | auto (docs/reference/weights.md)")
     threads: int = option(1, "of torch; the engine has the other core")
 
     def __post_init__(self) -> None:
+        if self.publish not in ("full", "delta", "auto"):
+            raise ValueError(f"publish {self.publish!r} is none of full, delta, auto")
         if self.loss not in LOSSES:
             raise ValueError(f"loss {self.loss!r} is none of {', '.join(LOSSES)}")
         if min(self.steps, self.tasks, self.samples, self.epochs, self.max_tokens) < 1 or self.max_staleness < 0:

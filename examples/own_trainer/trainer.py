@@ -102,6 +102,7 @@ class Trainer:
             difference=difference, staleness_max=int(age.max()), staleness_mean=float(age.mean()), samples=len(age),
             useful=int(useful.sum()), tokens=int(arrays["mask"].sum()), seconds=ended - began,
             rollout_s=sampled - began, train_s=trained - sampled, publish_s=ended - trained,
+            published_bytes=self.sampler.published_bytes,
         )  # fmt: skip
         self.history.steps.append(done)
         if (step + 1) % settings.exam_every == 0 or step + 1 == settings.steps:

@@ -22,7 +22,7 @@ class TorchSampler:
         self.states: list[State] = []
         self.lag, self.lies = lag, lies
         self.asked: list[Request] = []
-        self.in_flight = self.most_in_flight = 0
+        self.in_flight = self.most_in_flight = self.published_bytes = 0
 
     def publish(self, state: State, step: int) -> int:
         self.states.append(state)
