@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from .renderer import Renderer, RenderingError
@@ -64,21 +64,20 @@ class Headers:
             ]
         except RenderingError:
             return None
-        if not all(form.startswith(question) for form in forms) or not all(_MARK in form for form in forms[1:]):
+        if not all(_MARK in form for form in forms[1:]):
             return None
-        begun = [form[len(question) :].partition(_MARK)[0] for form in forms]
-        return Header(self._whole_tokens(_common(begun), min(begun, key=len)))
+        begun = [form.partition(_MARK)[0] for form in forms]
+        asked_to = self._whole(common_prefix(question, *begun), question)
+        return Header(self._whole(common_prefix(*begun), min(begun, key=len))[len(asked_to) :])
 
-    def _whole_tokens(self, common: str, shortest: str) -> str:
-        """`common` cut back to the end of a special token or line, where the forms part in mid-word (`<think>`, `</think>`)."""
-        if common == shortest:
+    def _whole(self, common: str, text: str) -> str:
+        """`common` if it is all of `text`, else up to its last special token or line: texts part in mid-word, too."""
+        if common == text:
             return common
-        names = self._renderer.special_tokens.values()
-        ends = [common.rfind(name) + len(name) for name in names if name in common]
-        return common[: max([common.rfind("\n") + 1, *ends])]
+        return max(self._renderer.to_special_token(common), common[: common.rfind("\n") + 1], key=len)
 
 
-def _common(texts: Sequence[str]) -> str:
+def common_prefix(*texts: str) -> str:
     """The longest text that all begin with."""
     shortest = min(texts, key=len)
     end = next((i for i, character in enumerate(shortest) if any(t[i] != character for t in texts)), len(shortest))

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from rollgrid_contracts.arrays import TokenIds
 from rollgrid_contracts.samples import FinishReason
 
-from .bridge_header import Headers
+from .bridge_header import Headers, common_prefix
 from .bridge_turns import Bridged, NoBridge, PastTurn, Request, ids_of, rewritten, unavailable
 from .renderer import Renderer
 
@@ -146,14 +146,16 @@ class TemplateBridge:
 
     def _continuation(self, alone: str, after: str, *, calls: bool) -> Continuation | NoBridge:
         """From the text behind the last answer, `alone` where nothing follows it, `after` where the new messages do."""
-        head = alone.rstrip()
         special = self._renderer.special_tokens
+        head = alone.rstrip()
+        if not after.startswith(head):  # some add a token of their own where nothing follows
+            head = self._renderer.to_special_token(common_prefix(alone, after))
+            if not head or alone[len(head) :].strip() not in special.values():
+                return unavailable("the template ends an answer otherwise when messages follow it")
         names = ((name, token) for token, name in special.items() if head.endswith(name))
         name, end = max(names, key=lambda found: len(found[0]), default=("", None))
         if not calls and head[: len(head) - len(name)].strip():
             return unavailable("the template adds text of its own behind an answer")
-        if not after.startswith(head):
-            return unavailable("the template ends an answer otherwise when messages follow it")
         eos = self._renderer.eos_id
         if end is None and eos is not None:  # some end an answer only where something follows it
             name, rest = special[eos], after[len(head) :].lstrip()

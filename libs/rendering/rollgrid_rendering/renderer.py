@@ -152,7 +152,8 @@ class Renderer:
 
     def exact_text(self, ids: Sequence[int]) -> str:
         """Text of `ids`, special tokens included and no space tidied away."""
-        known = [token for token in ids if token < self.size]
+        size = self.size
+        known = [token for token in ids if token < size]
         text: str = self._tokenizer.decode(known, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
 
@@ -174,6 +175,11 @@ class Renderer:
         found = {token: str(entry.content) for token, entry in added.items() if entry.special}
         names = zip(self._tokenizer.all_special_ids, self._tokenizer.all_special_tokens, strict=True)
         return found | {int(token): str(name) for token, name in names}
+
+    def to_special_token(self, text: str) -> str:
+        """`text` up to the end of the last special token in it, empty where there is none."""
+        names = [name for name in self.special_tokens.values() if name in text]
+        return text[: max((text.rfind(name) + len(name) for name in names), default=0)]
 
     @property
     def eos_id(self) -> int | None:

@@ -155,6 +155,17 @@ _TIDIES = """\
 """Ends an answer only where something follows it."""
 
 
+_TAILS = """\
+{%- for m in messages %}{{ '<|' + m.role + '|>\\n' + m.content + '<|end|>\\n' }}{% endfor %}
+{{- '<|assistant|>\\n' if add_generation_prompt else eos_token }}"""
+"""Ends a conversation that does not go on, too."""
+
+
+def _tails_behind(messages: Messages) -> str:
+    parts = (f"<|{m['role']}|>\n{text_of(m.get('content'))}<|end|>\n" for m in messages)
+    return "\n" + "".join(parts) + "<|assistant|>\n"
+
+
 def _plain_behind(messages: Messages) -> str:
     return "\n\n" + "".join(f"{m['role']}: {text_of(m.get('content'))}\n\n" for m in messages) + "assistant: "
 
@@ -183,6 +194,10 @@ def kind(name: str) -> Kind:
         "roles": Kind(
             ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>", "<|endoftext|>"), (),
             _ROLES, "<|endoftext|>", None, _roles_behind,
+        ),
+        "tails": Kind(
+            ("<|user|>", "<|assistant|>", "<|system|>", "<|tool|>", "<|end|>", "<|endoftext|>"), (), _TAILS,
+            "<|endoftext|>", "<|end|>", _tails_behind,
         ),
         "plain": Kind(_EOS, (), _PLAIN, "</s>", None, _plain_behind),
         "counts": Kind(_EOS, (), _COUNTS, "</s>", None, _no_texts_of_ours),

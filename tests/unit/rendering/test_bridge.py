@@ -23,7 +23,7 @@ from .templates import kind, renderer_of
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1,"b":2}'}}
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
-BRIDGED = ["strips", "keeps", "llama", "inst", "roles", "tidies"]
+BRIDGED = ["strips", "keeps", "llama", "inst", "roles", "tidies", "tails"]
 """Kinds whose answers end with a token."""
 
 
