@@ -26,10 +26,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 REQUIREMENTS = Path(__file__).with_name("requirements")
-CLIENTS = ("inspect", "trl", "verifiers")
+CLIENTS = ("inspect", "textarena", "trl", "verifiers")
 TRAINERS = ("trl",)
-"""They get torch and rollgrid's SDK as well, as a trainer's environment has them."""
-SDK = ("libs/contracts", "libs/weights", "libs/episodes", "libs/sdk")
+"""They get torch as well, as a trainer's environment has it."""
+SDK = {
+    "textarena": ("libs/contracts", "libs/episodes", "libs/sdk"),
+    "trl": ("libs/contracts", "libs/weights", "libs/episodes", "libs/sdk"),
+}
+"""Whose environments have rollgrid's SDK, and of what."""
 TORCH = ROOT / "locks" / "torch-cpu.txt"
 TORCH_INDEX = os.environ.get("ROLLGRID_TORCH_INDEX")
 """As for scripts/setup.sh, which knows the usual one."""
@@ -51,8 +55,8 @@ def environment(client: str) -> Path:
 def _make(client: str, folder: Path) -> None:
     wanted = REQUIREMENTS / f"{client}.txt"
     sources = [wanted]
-    if client in TRAINERS:
-        sources += [TORCH, *(ROOT / member / "pyproject.toml" for member in SDK)]
+    sources += [TORCH] if client in TRAINERS else []
+    sources += [ROOT / member / "pyproject.toml" for member in SDK.get(client, ())]
     made_from = b"".join(source.read_bytes() for source in sources) + sys.version.encode() + str(folder).encode()
     digest = hashlib.sha256(made_from).hexdigest()
     stamp = folder / "made-from"
@@ -68,7 +72,8 @@ def _make(client: str, folder: Path) -> None:
     _run(*install, "--require-hashes", "--requirement", str(wanted))
     if client in TRAINERS:
         _add_torch(folder, install)
-        _run(*install, "--no-build-isolation", *(f"--editable={ROOT / member}" for member in SDK))
+    if client in SDK:
+        _run(*install, "--no-build-isolation", *(f"--editable={ROOT / member}" for member in SDK[client]))
     _run(*pip, "check")
     stamp.write_text(digest)
     print(f"clients: {client} made in {time.monotonic() - started:.0f} s")
