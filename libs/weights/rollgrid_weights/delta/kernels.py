@@ -28,6 +28,17 @@ REASONS = {
     NOT_A_NUMBER: "steps out of the number format",
 }
 
+
+def _compiled(function):
+    """Compiled on first use, and kept on disk where there is a place to write to."""
+    try:
+        return numba.njit(nogil=True, cache=True)(function)
+    except RuntimeError:  # neither the package's folder nor the user's cache is writable
+        return numba.njit(nogil=True)(function)
+
+
+_inlined = numba.njit(nogil=True, inline="always")
+
 _ONE, _32 = np.uint64(1), np.uint64(32)
 _LOWER = np.uint64(1 << LOWER_BITS)
 _SCALE = np.uint64(SCALE_BITS)
@@ -35,7 +46,7 @@ _SLOTS = np.uint64((1 << SCALE_BITS) - 1)
 _MASK32 = np.uint64(0xFFFF_FFFF)
 
 
-@numba.njit(nogil=True, cache=True, inline="always")
+@_inlined
 def _token(number):
     """(token, raw bits) of a natural number below 2^32."""
     if number < DIRECT:
@@ -46,7 +57,7 @@ def _token(number):
     return DIRECT + (high - 4) * 4 + ((number >> (high - 2)) & 3), high - 2
 
 
-@numba.njit(nogil=True, cache=True)
+@_compiled
 def scan(base, new, shift, classes, magnitude, ranks, last, before, found, kinds, gaps, tokens, extras, first):
     """Record every change of one piece; gives how many the segment has so far.
 
@@ -81,7 +92,7 @@ def scan(base, new, shift, classes, magnitude, ranks, last, before, found, kinds
     return count
 
 
-@numba.njit(nogil=True, cache=True)
+@_compiled
 def count_tokens(kinds, gaps, tokens, first, active, table, gap_counts, step_counts):
     """Add one segment's tokens to the counts of its classes' tables."""
     for kind in range(active.size):
@@ -94,7 +105,7 @@ def count_tokens(kinds, gaps, tokens, first, active, table, gap_counts, step_cou
         step_counts[table[kinds[i]], tokens[i]] += 1
 
 
-@numba.njit(nogil=True, cache=True, inline="always")
+@_inlined
 def _put(state, words, at, start, frequency):
     limit = ((_LOWER >> _SCALE) << _32) * frequency
     if state >= limit:
@@ -104,7 +115,7 @@ def _put(state, words, at, start, frequency):
     return ((state // frequency) << _SCALE) + (state % frequency) + start, at
 
 
-@numba.njit(nogil=True, cache=True, inline="always")
+@_inlined
 def _put_raw(state, words, at, value, bits):
     width = np.uint64(bits)
     if state >= ((_LOWER >> width) << _32):
@@ -114,7 +125,7 @@ def _put_raw(state, words, at, value, bits):
     return (state << width) | np.uint64(value), at
 
 
-@numba.njit(nogil=True, cache=True, inline="always")
+@_inlined
 def _put_number(state, words, at, number, starts, frequencies):
     token, bits = _token(number)
     if bits:
@@ -122,7 +133,7 @@ def _put_number(state, words, at, number, starts, frequencies):
     return _put(state, words, at, np.uint64(starts[token]), np.uint64(frequencies[token]))
 
 
-@numba.njit(nogil=True, cache=True)
+@_compiled
 def encode(kinds, gaps, tokens, extras, first, active, table, gap_starts, gap_freqs, step_starts, step_freqs, words):
     """Code one segment from its end to its beginning; gives the number of words, the newest last."""
     state, at = _LOWER, 0
@@ -143,7 +154,7 @@ def encode(kinds, gaps, tokens, extras, first, active, table, gap_starts, gap_fr
     return at + 2
 
 
-@numba.njit(nogil=True, cache=True, inline="always")
+@_inlined
 def _get(state, words, at, symbols, starts, frequencies):
     """(symbol, state, at); `at` is negative once a word is missing."""
     slot = state & _SLOTS
@@ -157,7 +168,7 @@ def _get(state, words, at, symbols, starts, frequencies):
     return symbol, state, at
 
 
-@numba.njit(nogil=True, cache=True, inline="always")
+@_inlined
 def _get_rest(token, state, words, at):
     """(number, state, at) behind its token."""
     if token < DIRECT:
@@ -174,7 +185,7 @@ def _get_rest(token, state, words, at):
     return ((np.int64(4) + ((token - DIRECT) & 3)) << bits) + rest, state, at
 
 
-@numba.njit(nogil=True, cache=True)
+@_compiled
 def begin(words, table, gap_symbols, gap_starts, gap_freqs, runs, coder):
     """Read the state and the first gap of every class that has a table; gives 0 or a reason."""
     if words.size < 2:
@@ -197,7 +208,7 @@ def begin(words, table, gap_symbols, gap_starts, gap_freqs, runs, coder):
     return 0
 
 
-@numba.njit(nogil=True, cache=True)
+@_compiled
 def decode(
     base, shift, classes, magnitude, words, table, gap_symbols, gap_starts, gap_freqs, step_symbols, step_starts,
     step_freqs, runs, coder, indices, values,
