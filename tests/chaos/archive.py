@@ -12,9 +12,11 @@ import pyarrow.parquet as pq
 from rollgrid_contracts.columns import MANIFEST_PREFIX
 from rollgrid_runtime.blobs import Blobs
 
-from .checker import ArchivedGroup, ArchivedRange, ArchivedSample, StoredPost
+from .checker import ArchivedGroup, ArchivedRange, ArchivedSample, ArchivedTurn, StoredPost
 
 COLUMNS = ["sequence", "group_id", "index", "status", "token_ids", "logprobs", "reward"]
+TURN_COLUMNS = ["sequence", "index", "turn", "parent", "observation_token_ids", "token_ids", "logprobs"]
+Turns = dict[tuple[int, int], list[ArchivedTurn]]
 
 
 async def read_archive(blobs: Blobs) -> list[ArchivedRange]:
@@ -31,8 +33,26 @@ async def _range(blobs: Blobs, key: str) -> ArchivedRange:
     data = await blobs.get(object_key)
     if data is None:
         return ArchivedRange(key, first, last, (), f"{object_key} is gone", posts)
-    groups = _groups(data)
+    turns, trouble = await _turns(blobs, manifest.get("turns"))
+    groups, problem = _groups(data, turns), problem or trouble
     return ArchivedRange(key, first, last, groups, _difference(manifest, data, groups) or problem, posts)
+
+
+async def _turns(blobs: Blobs, turns: dict[str, Any] | None) -> tuple[Turns, str | None]:
+    """Rows of the turns of a range by sequence and index, and how they differ from what the manifest says."""
+    found: Turns = defaultdict(list)
+    if turns is None:
+        return found, None
+    data = await blobs.get(turns["key"])
+    if data is None:
+        return found, f"{turns['key']} is gone"
+    if hashlib.sha256(data).hexdigest() != turns["sha256"] or len(data) != turns["size"]:
+        return found, "the digest of the turns is not the manifest's"
+    rows = pq.read_table(io.BytesIO(data), columns=TURN_COLUMNS).to_pylist()
+    for row in rows:
+        ids = (tuple(row[name]) for name in ("observation_token_ids", "token_ids", "logprobs"))
+        found[row["sequence"], row["index"]].append(ArchivedTurn(row["turn"], row["parent"], *ids))
+    return found, None if len(rows) == turns["rows"] else "the manifest counts other turns"
 
 
 async def _posts(blobs: Blobs, rewards: dict[str, Any] | None) -> tuple[tuple[StoredPost, ...], str | None]:
@@ -62,11 +82,18 @@ def _difference(manifest: dict[str, Any], data: bytes, groups: tuple[ArchivedGro
     return None
 
 
-def _groups(data: bytes) -> tuple[ArchivedGroup, ...]:
+def _groups(data: bytes, turns: Turns) -> tuple[ArchivedGroup, ...]:
     rows = pq.read_table(io.BytesIO(data), columns=COLUMNS).to_pylist()
     samples: dict[tuple[int, str], list[ArchivedSample]] = defaultdict(list)
     for row in rows:
         samples[(row["sequence"], row["group_id"])].append(
-            ArchivedSample(row["index"], row["status"], tuple(row["token_ids"]), tuple(row["logprobs"]), row["reward"])
+            ArchivedSample(
+                row["index"],
+                row["status"],
+                tuple(row["token_ids"]),
+                tuple(row["logprobs"]),
+                row["reward"],
+                tuple(turns.get((row["sequence"], row["index"]), ())),
+            )
         )
     return tuple(ArchivedGroup(sequence, group, tuple(rows)) for (sequence, group), rows in samples.items())

@@ -6,7 +6,7 @@ I1  every accepted sample has exactly one terminal entry in exactly one GroupClo
 I2  one key, one set of ids; the reply equals the record
 I3  the manifests cover each GroupClosed exactly once, and their digests match
 I5  a group closes with exactly n entries
-and the iterator's own: each closed group of its run once, in order, none left out.
+and the iterator's own: each closed group of its run once, in order, none left out.  Sessions: `session_rules`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from rollgrid_contracts.subjects import run_of_trajectory
 from rollgrid_contracts.topology import Header
 from rollgrid_contracts.trajectories import CloseReason, GroupClosed
 
-from .journal import Accepted, Attempted, CancelAsked, Delivered, Line, Posted, Refused, Replied
+from .journal import Accepted, Attempted, CancelAsked, Delivered, Line, Posted, Refused, Replied, Taken
+from .session_rules import answers_are_recorded, ends_are_as_told, trees_hold
 
 CLOCK_SLACK_S = 1.0
 
@@ -36,12 +37,23 @@ class Close(NamedTuple):
     record: GroupClosed
 
 
+class ArchivedTurn(NamedTuple):
+    """One row of the turns dataset."""
+
+    turn: int
+    parent: int | None
+    observation: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
 class ArchivedSample(NamedTuple):
     sample_index: int
     status: str
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     reward: float | None
+    turns: tuple[ArchivedTurn, ...] = ()
 
 
 class ArchivedGroup(NamedTuple):
@@ -119,6 +131,7 @@ def check(evidence: Evidence, expect: Expectation | None = None) -> list[Violati
         *(archive_covers_once(evidence, expect) if expect.archived else ()),
         *(iterators_see_all_once(evidence) if expect.iterated else ()),
         *posts_are_kept_once(evidence, expect),
+        *sessions_hold(evidence),
     ]
 
 
@@ -171,7 +184,7 @@ def nothing_is_invented(evidence: Evidence) -> Iterable[Violation]:
 
 def good_requests_are_let_in(journal: Sequence[Line]) -> Iterable[Violation]:
     """The storm's requests are all well formed: no final verdict on them but yes."""
-    accepted = {line.key for line in journal if isinstance(line, Accepted | Posted)}
+    accepted = {line.key for line in journal if isinstance(line, Accepted | Posted | Taken)}
     last: dict[str, Line] = {line.key: line for line in journal if isinstance(line, Attempted | Refused)}
     for key, line in last.items():
         if key not in accepted:
@@ -195,7 +208,10 @@ def groups_are_whole(closes: Iterable[Close]) -> Iterable[Violation]:
         if counts is not None and parse_counts(counts) != count(record):
             yield Violation("I5", record.group_id, f"says {counts} and holds {count(record)}")
         for entry in record.entries:
-            yield from samples_are_whole(record, entry.sample)
+            for sample in (entry.sample, *entry.turns):
+                yield from samples_are_whole(record, sample)
+            if entry.session is not None and not record.scorers:
+                continue  # its reward is the caller's
             if (entry.reward is not None) != (entry.score_status is not None and entry.score_status.has_value):
                 yield Violation("F", record.group_id, f"reward {entry.reward} with status {entry.score_status}")
 
@@ -215,6 +231,15 @@ def samples_are_whole(record: GroupClosed, sample: Sample) -> Iterable[Violation
         yield Violation("I4", name, f"spans cover {covered} of {length} tokens")
     if sample.status is SampleStatus.SUCCEEDED and sample.finish_reason is None:
         yield Violation("I5", name, "succeeded without a finish reason")
+
+
+def sessions_hold(evidence: Evidence) -> Iterable[Violation]:
+    records = {close.record.group_id: close.record for close in evidence.closes}
+    for record in records.values():
+        for entry in record.entries:
+            yield from (Violation(*found) for found in trees_hold(record, entry))
+    for rule in (answers_are_recorded, ends_are_as_told):
+        yield from (Violation(*found) for found in rule(evidence.journal, records))
 
 
 def parse_counts(text: str) -> dict[str, int]:
@@ -374,11 +399,31 @@ def same_group(close: Close, group: ArchivedGroup | None) -> Iterable[Violation]
             entry.sample.token_ids,
             entry.sample.logprobs,
             entry.reward,
+            [
+                (
+                    turn.turn,
+                    turn.node.parent if turn.node else None,
+                    turn.node.observation if turn.node else TokenIds(),
+                    turn.token_ids,
+                    turn.logprobs,
+                )
+                for turn in entry.turns
+            ],
         )
         for entry in record.entries
     ]
     got = [
-        (s.sample_index, s.status, TokenIds.of(s.token_ids), Floats.of(s.logprobs), s.reward)
+        (
+            s.sample_index,
+            s.status,
+            TokenIds.of(s.token_ids),
+            Floats.of(s.logprobs),
+            s.reward,
+            [
+                (t.turn, t.parent, TokenIds.of(t.observation), TokenIds.of(t.token_ids), Floats.of(t.logprobs))
+                for t in s.turns
+            ],
+        )
         for s in sorted(group.samples, key=lambda s: s.sample_index)
     ]
     if got != wanted:

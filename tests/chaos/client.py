@@ -38,6 +38,8 @@ class Load(NamedTuple):
     interactive: float = 0.25
     cancelled: float = 0.15
     workers: int = 8
+    episodes: int = 0
+    """Groups of sessions beside them."""
 
 
 class Answer(NamedTuple):
@@ -206,11 +208,11 @@ class StormClient:
                     break
                 key = f"{name}-{number}"
                 if kind == "ask":
-                    pool.submit(self._guard, self.ask, key, n)
+                    pool.submit(self.guard, self.ask, key, n)
                 else:
-                    pool.submit(self._guard, self._batch, key, groups, n, options)
+                    pool.submit(self.guard, self._batch, key, groups, n, options)
 
-    def _guard(self, call: Callable[..., None], key: str, *rest: Any) -> None:
+    def guard(self, call: Callable[..., None], key: str, *rest: Any) -> None:
         try:
             call(key, *rest)
         except Exception as error:

@@ -87,7 +87,38 @@ class Posted(msgspec.Struct, frozen=True, kw_only=True, tag="posted"):
     cursor: int
 
 
-Line = Attempted | Accepted | Refused | Replied | CancelAsked | Delivered | Posted
+class Taken(msgspec.Struct, frozen=True, kw_only=True, tag="taken"):
+    """The door said yes to what was asked of a session under `key`."""
+
+    at: float
+    key: str
+
+
+class TurnReplied(msgspec.Struct, frozen=True, kw_only=True, tag="turn_replied"):
+    """A turn of a session was answered, under `key`."""
+
+    at: float
+    key: str
+    group_id: str
+    index: int
+    turn: int
+    token_ids: TokenIds
+    logprobs: Floats
+
+
+class SessionClosed(msgspec.Struct, frozen=True, kw_only=True, tag="session_closed"):
+    """The door took the close of a session that then had `turns` turns."""
+
+    at: float
+    key: str
+    group_id: str
+    index: int
+    reward: float
+    scored: bool
+    turns: int
+
+
+Line = Attempted | Accepted | Refused | Replied | CancelAsked | Delivered | Posted | Taken | TurnReplied | SessionClosed
 
 
 class Journal:

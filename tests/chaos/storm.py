@@ -28,6 +28,7 @@ from .evidence import gather, read_closes
 from .faults import Fault, Storm, deck, tapped
 from .journal import Accepted, Delivered
 from .refresher import Refresher, digests
+from .sessions import play_sessions
 from .truth import tokens_are_of_their_versions
 
 QUIET_S = 60.0
@@ -48,8 +49,9 @@ class Outcome(NamedTuple):
 
     def report(self) -> str:
         accepted = {g: line.n for line in self.evidence.journal if isinstance(line, Accepted) for g in line.group_ids}
+        turns = sum(len(entry.turns) for close in self.evidence.closes for entry in close.record.entries)
         lines = [
-            f"{len(accepted)} groups, {sum(accepted.values())} samples accepted; {len(self.evidence.closes)} closes, "
+            f"{turns} turns of sessions; {len(accepted)} groups, {sum(accepted.values())} samples accepted; {len(self.evidence.closes)} closes, "
             f"{len(self.evidence.archive)} manifests; {self.faults} faults; quiet {self.quiet_after_s:.1f} s after the last; "
             f"{self.jobs_left} jobs left",
             *self.story,
@@ -102,6 +104,7 @@ def run_storm(
         reader.start()
         stop = threading.Event()
         player = threading.Thread(target=client.play, args=("k", stop), daemon=True)
+        environments = threading.Thread(target=play_sessions, args=(client, draw.randrange(2**32), stop), daemon=True)
         refresher = Refresher(pipe, refresh_every_s) if refresh_every_s else None
         over = threading.Event()
         if refresher is not None:
@@ -113,12 +116,14 @@ def run_storm(
         )
         try:
             player.start()
+            environments.start()
             storm.play(cards, time.monotonic() + load.over_s, lambda: draw.uniform(*pause_s))
             over.set()
             pipe.heal()
             healed = time.monotonic()
             say("the storm is over; everything runs")
             player.join(load.deadline_s + QUIET_S)
+            environments.join(load.deadline_s + QUIET_S)
             asyncio.run(wait_closed(pipe, client, max(QUIET_S, load.deadline_s)))
             quiet_after_s = time.monotonic() - healed
             say("everything accepted has closed")
@@ -147,8 +152,8 @@ def run_storm(
 
 
 def versions_of(evidence: Evidence) -> frozenset[int]:
-    samples = [entry.sample for close in evidence.closes for entry in close.record.entries]
-    return frozenset(span.version for sample in samples for span in sample.version_spans)
+    entries = [entry for close in evidence.closes for entry in close.record.entries]
+    return frozenset(version for entry in entries for version in entry.versions)
 
 
 async def _digests(pipe: Stack) -> dict[int, bytes]:

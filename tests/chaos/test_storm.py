@@ -34,7 +34,7 @@ def seed() -> int:
 @pytest.mark.slow
 @pytest.mark.timeout(SECONDS + 400)
 def test_i1_i2_i3_i4_i5_i10_every_accepted_sample_ends_once_through_the_storm() -> None:
-    """And I4: new weights come all the time, and no token is of others than its version says."""
+    """Sessions and single generations.  And I4: new weights come all the time, and no token is of others than its version says."""
     chosen = seed()
     plan = scripted(
         token_rate=100,
@@ -48,7 +48,12 @@ def test_i1_i2_i3_i4_i5_i10_every_accepted_sample_ends_once_through_the_storm() 
             "ROLLGRID_SAMPLER_SWAP_MODE": list(OnRefresh)[chosen % 3].value,
         },
     )
-    load = Load(samples=max(500, int(10 * SECONDS)), over_s=SECONDS, deadline_s=SECONDS + 90)
+    load = Load(
+        samples=max(500, int(10 * SECONDS)),
+        over_s=SECONDS,
+        deadline_s=SECONDS + 90,
+        episodes=max(20, int(0.5 * SECONDS)),
+    )
     outcome = run_storm(plan, load, chosen, refresh_every_s=2.0)
     print(outcome.report())
     assert not outcome.violations, outcome.report()

@@ -18,9 +18,11 @@ def tokens_are_of_their_versions(
     """`digests` by version, as `scripted.weights_digest` gives them."""
     for close in closes:
         for entry in close.record.entries:
+            group, index = close.record.group_id, entry.sample.index
             if entry.sample.status is SampleStatus.SUCCEEDED:
-                name = ids.sample_id(close.record.group_id, entry.sample.index)
-                yield from _of_one(name, entry.sample, digests, (vocab, eos_id, eos_rate))
+                yield from _of_one(ids.sample_id(group, index), entry.sample, digests, (vocab, eos_id, eos_rate))
+            for turn in entry.turns:
+                yield from _of_one(ids.turn_id(group, index, turn.turn), turn, digests, (vocab, eos_id, eos_rate))
 
 
 def _of_one(
