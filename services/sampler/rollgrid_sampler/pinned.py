@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 
-from rollgrid_contracts.checkpoints import CheckpointKind, PolicyState
+from rollgrid_contracts.checkpoints import AdoptedVersion, CheckpointKind, PolicyState
 from rollgrid_contracts.jobs import SampleGroup, VersionRule
 from rollgrid_runtime.errors import BusError
 from rollgrid_runtime.logging import get_logger
@@ -64,7 +64,14 @@ def lost(version: int, want: Wanted, state: PolicyState | None) -> bool:
     """Whether nothing in the policy's state would bring back a version that is not loaded."""
     if state is None or version > state.newest or version in {one.version for one in want.versions}:
         return False
-    if version == state.desired or (state.rollout is not None and version == state.rollout.previous):
+    coming = {state.desired} if state.rollout is None else {state.desired, state.rollout.previous}
+    if version in coming:
         return False
+    bases = {want.full.version, *(_full(adopted(state, one)) for one in coming)}
     found = adopted(state, version)
-    return found.kind is CheckpointKind.FULL or found.going or found.base_version != want.full.version
+    return found.kind is CheckpointKind.FULL or found.going or found.base_version not in bases
+
+
+def _full(version: AdoptedVersion) -> int:
+    """The full weights under it."""
+    return version.version if version.kind is CheckpointKind.FULL else version.base_version

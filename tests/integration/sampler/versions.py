@@ -157,7 +157,8 @@ class Versions:
         """What of these samples is not what its version would have made."""
         found = []
         for sample in samples:
-            name = ids.sample_id(group_id, sample.index)
+            plain = sample.node is None
+            name = ids.sample_id(group_id, sample.index) if plain else ids.turn_id(group_id, sample.index, sample.turn)
             if sample.status is not SampleStatus.SUCCEEDED:
                 found.append(f"{name} {sample.status}: {sample.error}")
                 continue
