@@ -117,5 +117,9 @@ class AsyncSessions:
     async def state(self, session: str) -> SessionState:
         return await self._transport.send(session_calls.state(session))
 
+    async def cancel(self, session: str) -> Ended:
+        """As `Sessions.cancel`."""
+        return await self._transport.send(session_calls.cancelling(session))
+
     def _view(self, opened: Opened, branch: str | None, sampling: Mapping[str, Any] | None) -> AsyncSession:
         return AsyncSession(self._transport, *view_of(self._transport.endpoint, opened, branch, sampling))

@@ -55,6 +55,10 @@ def state(session: str) -> Call[SessionState]:
     return Call("GET", f"/v1/sessions/{segment(session)}", answered(SessionState))
 
 
+def cancelling(session: str) -> Call[Ended]:
+    return Call("DELETE", f"/v1/sessions/{segment(session)}", answered(Ended))
+
+
 class Head(enum.Enum):
     """The last turn of the branch: where a fork begins unless it is said."""
 
@@ -135,9 +139,6 @@ class Address:
             "deliverables": None if deliverables is None else [dict(item) for item in deliverables],
         }
         return self._post("close", {"outcome": "failed" if failed else "closed", **_given(more)}, Ended, None)
-
-    def deleting(self) -> Call[None]:
-        return Call("DELETE", f"/v1/sessions/{segment(self.session)}", lambda *_: None)
 
     def _post(self, what: str, body: dict[str, Any], answer: type[Any], key: str | None) -> Call[Any]:
         """A turn still under way is waited for."""

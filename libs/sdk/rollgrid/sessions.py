@@ -306,6 +306,10 @@ class Sessions:
     def state(self, session: str) -> SessionState:
         return self._transport.send(session_calls.state(session))
 
+    def cancel(self, session: str) -> Ended:
+        """End a session as failed, whoever plays it; a turn under way is aborted.  Safe to repeat."""
+        return self._transport.send(session_calls.cancelling(session))
+
     def _view(self, opened: Opened, branch: str | None, sampling: Mapping[str, Any] | None) -> Session:
         return Session(self._transport, *view_of(self._transport.endpoint, opened, branch, sampling))
 

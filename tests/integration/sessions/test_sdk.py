@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
+import os
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -244,3 +248,24 @@ def test_refusals_are_typed(client: Client) -> None:
         client.sessions.open(n=4, index=4)
     with pytest.raises(UnknownField, match="colour"):
         client.sessions.open(colour="red")  # type: ignore[call-arg]
+
+
+def test_the_command_line_shows_the_tree_and_ends_a_session(client: Client, pipe: Stack) -> None:
+    def command(*arguments: str) -> str:
+        env = {**os.environ, "ROLLGRID_URL": pipe.url, "ROLLGRID_API_KEY": KEY}
+        program = [sys.executable, "-c", "from rollgrid.cli import main; main()", "sessions", *arguments]
+        return subprocess.run(program, env=env, capture_output=True, text=True, timeout=60, check=True).stdout
+
+    session = client.sessions.open(run="shown", sampling=SAMPLING)
+    session.sample([says("one")])
+    session.sample(observation_token_ids=[7])
+    session.fork(0, name="aside", reason="explore").sample(observation_token_ids=[8, 9])
+    shown = command("show", session.id).splitlines()
+    assert shown[0].startswith(f"session   {session.id}  open")
+    turns = [line for line in shown if " tokens  " in line]
+    assert [line.lstrip("│├└─ ").split()[0] for line in turns] == ["0", "2", "1"]
+    assert "2  [aside: explore]  ids  2+" in turns[1]
+    assert json.loads(command("show", session.id, "--json"))["turns"] == 3
+    assert json.loads(command("cancel", session.id, "--json"))["outcome"] == "failed"
+    assert client.sessions.cancel(session.id).outcome == "failed"
+    assert client.sessions.state(session.id).status == "failed"

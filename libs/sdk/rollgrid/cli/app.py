@@ -35,6 +35,7 @@ COMMANDS = {
     "models": Command("models", "app", _STACK),
     "demo": Command("demo", "demo", _STACK),
     "rollouts": Command("rollouts", "app", _WORK),
+    "sessions": Command("sessions", "app", _WORK),
     "trajectories": Command("trajectories", "app", _WORK),
     "verify": Command("verify", "app", _WORK),
     "rewards": Command("rewards", "app", _WORK),
