@@ -110,7 +110,7 @@ class Triage:
         if not held.aborted and not self._served(job):
             if not self._lost(job):
                 await self._last_chance(held)
-            elif await self._is_elsewhere(job):
+            elif not held.private and await self._is_elsewhere(job):  # a private lane has one reader
                 return Outcome.REFUSE
             given_up = not self._served(job)
         if held.cancelled:
@@ -139,9 +139,7 @@ class Triage:
         return job.pool == self._pool and self._weights.lost(job)
 
     async def _is_elsewhere(self, job: SampleGroup) -> bool:
-        """Whether a worker that may get the job has the version; a private lane has one reader."""
-        if job.session is not None and job.session.worker is not None:
-            return False
+        """Whether a worker of the pool has the version."""
         try:
             leases = await self._workers.items()
         except BusError as error:
