@@ -148,18 +148,18 @@ class LaneClaims:
         if revision != found.revision:
             since = now
         self._seen[lane] = (found.revision, since)
-        fresh = bool(claim.holder) and self._leases.loaded.is_set() and now - since < WORKER_LEASE_S
-        if fresh or self._takes_work(lane) or self._reads(claim):
+        fresh = bool(claim.holder) and now - since < WORKER_LEASE_S
+        if fresh or not self._leases.loaded.is_set() or self._takes_work(claim) or self._reads(claim):
             self._vacant.pop(lane, None)
             return False
         self._vacant.setdefault(lane, now)
         return True
 
-    def _takes_work(self, owner: str) -> bool:
-        """Whether the owner itself will claim its lane."""
-        state = self._leases.alive.get(owner)
-        if state is None:
-            return not self._leases.gone(owner)
+    def _takes_work(self, claim: LaneClaim) -> bool:
+        """Whether the owner itself has the lane, or will claim it."""
+        state = self._leases.alive.get(claim.lane)
+        if state is None:  # who gave it up need not be waited for
+            return bool(claim.holder) and not self._leases.gone(claim.lane)
         return _fit(state) and state.pool == self._pool
 
     def _reads(self, claim: LaneClaim) -> bool:
