@@ -58,7 +58,7 @@ class Tree:
         events_to: int = 0,
         fences: Mapping[int, int] | None = None,
     ) -> Tree:
-        """The tree whose pieces these are, in whatever order they were kept."""
+        """The tree whose pieces these are, in whatever order they were kept.  Raises KeyError when one is missing."""
         tree = cls()
         tree.opened, tree.ended, tree.events_to = opened, ended, events_to
         tree.fences = dict(fences or {})

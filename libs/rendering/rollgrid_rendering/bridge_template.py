@@ -60,19 +60,19 @@ class TemplateBridge:
 
     def rendered(self, turns: Sequence[PastTurn], request: Request) -> Bridged | NoBridge:
         """The whole conversation as the template has it, where that begins with the tokens so far."""
-        messages = [message for turn in turns for message in (*turn.messages, turn.answer)]
+        messages = _conversation(turns)
         text = self._text([*messages, *request.messages], request)
         so_far = ids_of(turns)
         ids = self._renderer.encode(text, add_special_tokens=False, at_most=request.at_most)
         if ids[: len(so_far)] == so_far:
-            return self._rendered(turns[-1], ids[len(so_far) :])
+            return self._rendered(turns, ids[len(so_far) :], request)
         # the same text in other tokens, as models sample it, is no rewriting: the ids stay
         own = self._renderer.exact_text(so_far)
         whole = self._renderer.exact_text(ids)
         if whole.startswith(own):
             rest = self._after(turns[-1], whole[len(own) :], request)
             if rest is not None and self._renderer.exact_text(so_far + rest) == whole:
-                return self._rendered(turns[-1], rest)
+                return self._rendered(turns, rest, request)
         same = next((i for i, pair in enumerate(zip(ids, so_far, strict=False)) if pair[0] != pair[1]), 0)
         return rewritten(f"the template's rendering differs from the tokens so far at position {same}")
 
@@ -115,9 +115,11 @@ class TemplateBridge:
             return unavailable("the template has no token that ends a turn which was cut off")
         return Bridged(TokenIds.of(ids), 0, "template")
 
-    def _rendered(self, turn: PastTurn, ids: list[int]) -> Bridged:
-        ended = self._has_ended(turn, self._renderer.eos_id)
-        closing = 1 if not ended and ids and ids[0] in self._renderer.special_tokens else 0
+    def _rendered(self, turns: Sequence[PastTurn], ids: list[int], request: Request) -> Bridged:
+        closing = 0
+        if not self._has_ended(turns[-1], self._renderer.eos_id):
+            alone = self._text(_conversation(turns), request, add_generation_prompt=False).rstrip()
+            closing = int(bool(ids) and alone.endswith(self._renderer.special_tokens.get(ids[0], " ")))
         return Bridged(TokenIds.of(ids), closing, "rendered")
 
     # -- text ---------------------------------------------------------------------------------
@@ -197,6 +199,10 @@ class TemplateBridge:
             if differs is None:
                 return None
         return differs or "the tokenizer rewrites the conversation"
+
+
+def _conversation(turns: Sequence[PastTurn]) -> list[Mapping[str, Any]]:
+    return [message for turn in turns for message in (*turn.messages, turn.answer)]
 
 
 def _closings(before: PastTurn, allowed: set[str]) -> set[str] | None:

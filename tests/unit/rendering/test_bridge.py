@@ -207,6 +207,17 @@ def test_reasoning_as_the_template_has_it_forks_where_the_template_strips_it() -
     assert text_behind(kept, kept.ask(user("and?"))) == kept.kind.behind([user("and?")])
 
 
+def test_reasoning_as_the_template_has_it_closes_nothing_where_the_template_does_not() -> None:
+    played = Played("roles", history=ReasoningHistory.TEMPLATE)
+    first = (user("hi"),)
+    cut = played.sampled("It is", ended=False)
+    played.answer(first, played.begin(*first), cut, said("It is"), finish=FinishReason.LENGTH)
+    found = played.ask(user("x"))
+    assert text_behind(played, found) == played.kind.behind([user("x")])
+    assert isinstance(found, Bridged)
+    assert (found.closing, found.how) == (0, "rendered")
+
+
 def test_reasoning_as_the_template_has_it_keeps_odd_tokens_of_the_same_text() -> None:
     played = Played("keeps", history=ReasoningHistory.TEMPLATE)
     first = (user("hi"),)
