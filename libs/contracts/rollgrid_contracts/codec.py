@@ -78,4 +78,4 @@ def to_builtins(message: object) -> Any:
 
 def from_builtins(value: Any, kind: type[T]) -> T:
     """The inverse of `to_builtins`; raises msgspec.ValidationError."""
-    return msgspec.convert(value, kind, dec_hook=_from_wire)
+    return msgspec.convert(value, kind, dec_hook=_from_wire, str_keys=True)  # JSON made texts of numbers

@@ -1,19 +1,23 @@
-"""Groups to files: JSON lines (lossless, one group a line) and Parquet (one row per sample)."""
+"""Groups to files: JSON lines (lossless, one group a line) and Parquet (one row per sample, per path of a session)."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 
 from .results import Group, Sample
 from .rewards import Standing, turn_rewards
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+    from .paths import Path
 
 
 def to_jsonl(groups: Iterable[Group], path: str | os.PathLike[str], *, posted: Standing | None = None) -> int:
@@ -59,6 +63,39 @@ def posted_rewards_of(group: Group, sample: Sample, posted: Standing) -> list[di
     ]
 
 
+def rows_of(group: Group, sample: Sample, posted: Standing | None = None) -> list[dict[str, Any]]:
+    """One row; of a session one per root→leaf path, and one without tokens where nothing was sampled."""
+    row = sample_row(group, sample, posted)
+    if sample.session is None:
+        return [row]
+    return [row | _path_row(path) for path in sample.paths()] or [row]
+
+
+def _path_row(path: Path) -> dict[str, Any]:
+    """What differs from path to path.  `train_mask` is 1 in one path only for each sampled token."""
+    return {
+        "branch": path.branch,
+        "turns": list(path.turns),
+        "prompt_token_ids": path.prompt_ids,
+        "token_ids": path.completion_ids,
+        "logprobs": path.logprobs,
+        "mask": path.mask,
+        "train_mask": path.first,
+        "token_rewards": path.rewards,
+        "version_spans": _spans(path.versions.tolist()),
+    }
+
+
+def _spans(versions: Sequence[int]) -> list[dict[str, int]]:
+    """Runs of one version; observed tokens are in none."""
+    found, at = list[dict[str, int]](), 0
+    for version, run in itertools.groupby(versions):
+        end = at + sum(1 for _ in run)
+        found += [{"version": version, "start": at, "end": end}] if version >= 0 else []
+        at = end
+    return found
+
+
 def sample_row(group: Group, sample: Sample, posted: Standing | None = None) -> dict[str, Any]:
     """One flat row; `task`, `metadata`, `scores` and `sampling` as JSON text, so that schemas never clash."""
     record = group.closed
@@ -92,6 +129,12 @@ def sample_row(group: Group, sample: Sample, posted: Standing | None = None) -> 
         "created_at": record.created_at,
         "closed_at": record.closed_at,
         "posted_rewards": [] if posted is None else posted_rewards_of(group, sample, posted),
+        "session": sample.session,
+        "branch": None,
+        "turns": [],
+        "mask": np.ones(len(sample), bool),
+        "train_mask": np.ones(len(sample), bool),
+        "token_rewards": [],
     }
 
 
@@ -116,7 +159,8 @@ def _schema() -> pa.Schema:
         ("prompt_text", text), ("version_spans", pa.list_(span)), ("weight_fingerprint", text), ("seed", whole),
         ("error_code", text), ("error_message", text), ("scores", text), ("task", text), ("metadata", text),
         ("sampling", text), ("created_at", real), ("closed_at", real),
-        ("posted_rewards", pa.list_(reward)),
+        ("posted_rewards", pa.list_(reward)), ("session", text), ("branch", text), ("turns", pa.list_(whole)),
+        ("mask", pa.list_(pa.bool_())), ("train_mask", pa.list_(pa.bool_())), ("token_rewards", pa.list_(pa.float32())),
     )  # fmt: skip
     return pa.schema(list(columns))
 
@@ -128,7 +172,7 @@ def to_parquet(
     rows_per_group: int = 4096,
     posted: Standing | None = None,
 ) -> int:
-    """Write one row per sample (`sample_row`), streaming; returns how many rows.  Needs pyarrow."""
+    """Write one row per sample, or path of a session (`rows_of`), streaming; returns how many rows.  Needs pyarrow."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -137,7 +181,8 @@ def to_parquet(
     count = 0
     with pq.ParquetWriter(os.fspath(path), schema, compression="zstd") as writer:
         for group in groups:
-            rows.extend(sample_row(group, sample, posted) for sample in group.samples)
+            for sample in group.samples:
+                rows += rows_of(group, sample, posted)
             if len(rows) >= rows_per_group:
                 writer.write_table(pa.Table.from_pylist(rows, schema=schema))
                 count += len(rows)

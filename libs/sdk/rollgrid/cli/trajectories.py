@@ -163,7 +163,7 @@ def export(
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write everything that has closed in RUN to a file: JSON lines (a group each) or Parquet (a sample each)."""
+    """Write everything that has closed in RUN to a file: JSON lines (a group each) or Parquet (a sample each, of a session a path each)."""
     from rollgrid import export as writer
     from rollgrid.rewards import Standing
 
@@ -174,7 +174,7 @@ def export(
         standing = Standing(client.rewards(run, cursor=cursor)) if posted else None
         groups = client.trajectories(run, cursor=cursor, follow=False)
         written = (writer.to_parquet if chosen is Format.PARQUET else writer.to_jsonl)(groups, output, posted=standing)
-    unit = "samples" if chosen is Format.PARQUET else "groups"
+    unit = "rows" if chosen is Format.PARQUET else "groups"
     if as_json:
         emit({"path": str(output), "format": chosen.value, unit: written})
     else:
