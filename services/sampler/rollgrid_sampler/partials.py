@@ -23,7 +23,7 @@ from rollgrid_runtime.logging import get_logger
 from rollgrid_runtime.state import Script, State, StateError
 
 from . import metrics
-from .engines.base import Delta, GenerationRequest
+from .engines.base import Delta, EngineDead, GenerationRequest
 from .generation import Told
 from .jobs import HeldJob
 from .resume import continuable
@@ -32,6 +32,8 @@ from .streaming import Pace
 log = get_logger(__name__)
 TOMBSTONE_S = 600.0
 """The fence of a finished turn stays so long, or until the deadline, against whoever comes back."""
+LEAVE_S = 0.5
+"""A turn that is given back waits so long for its last checkpoint."""
 
 KEEP, TAKE, END = "keep", "take", "end"
 SCRIPT = """
@@ -87,9 +89,13 @@ class Partials:
         writing = asyncio.create_task(keeper.run())
         try:
             yield keeper
+        except (asyncio.CancelledError, EngineDead):
+            await _stopped(writing)
+            if not held.cancelled and not held.aborted and held.seconds_left() > 0:
+                await keeper.leave()  # it is given back
+            raise
         finally:
-            writing.cancel()
-            await asyncio.wait([writing])
+            await _stopped(writing)
 
     async def keep(self, held: HeldJob, attempt: int, progress: Resume) -> bool:
         """Whether it may be kept on: not once somebody newer has the turn."""
@@ -165,11 +171,21 @@ class Keeper:
                     await self._enough.wait()
             self._some.clear()
             self._enough.clear()
-            progress = self._progress()
-            self._kept = len(progress.token_ids)
-            if not await self._partials.keep(self._held, self._attempt, progress):
+            if not await self._keep():
                 log.info("turn_has_another_owner")
                 return
+
+    async def leave(self) -> None:
+        """Once more, for whoever takes the turn over."""
+        if len(self._told.token_ids) > self._kept:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LEAVE_S):
+                    await self._keep()
+
+    async def _keep(self) -> bool:
+        progress = self._progress()
+        self._kept = len(progress.token_ids)
+        return await self._partials.keep(self._held, self._attempt, progress)
 
     def _progress(self) -> Resume:
         told = self._told
@@ -179,6 +195,11 @@ class Keeper:
             logprobs=Floats(told.logprobs.tobytes()),
             spans=tuple(told.spans),
         )
+
+
+async def _stopped(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.wait([task])
 
 
 def _keepable(job: SampleGroup) -> bool:

@@ -201,7 +201,7 @@ async def test_only_long_turns_that_can_be_gone_on_with_are_kept(
         "short": make_turn("short", 0, sampling=SamplingParams(max_tokens=BOUND, ignore_eos=True)),
         "penalised": make_turn("pen", 0, sampling=SamplingParams(max_tokens=40, ignore_eos=True, presence_penalty=1)),
     }
-    options = {**OPTIONS, "partial_interval_s": 0.05}
+    options = {**OPTIONS, "partial_interval_s": 0.05, "scripted_token_rate": 60.0}
     with kept_in(valkey) as kept:
         async with sampler(nats_settings, s3, redis=valkey.settings(), **options):
             for turn in kinds.values():
@@ -211,6 +211,23 @@ async def test_only_long_turns_that_can_be_gone_on_with_are_kept(
             await stage.clean(LANE)
         assert {kind for kind, turn in kinds.items() if kept.fields(turn)} == {"long"}
         assert set(kept.fields(kinds["long"])) == {"fence", "attempt"}
+
+
+async def test_a_drained_worker_leaves_all_it_has(
+    stage: Stage, nats_settings: NatsSettings, s3: S3Settings, valkey: ValkeyServer
+) -> None:
+    """Given back in mid-turn, nothing is sampled again although no checkpoint was due."""
+    (turn,) = many_turns("drained", 1, reply=Reply.STREAM, sampling=SamplingParams(max_tokens=600, ignore_eos=True))
+    options = {"partial_tokens": 500, "partial_interval_s": 100.0, "drain_s": 2.2}
+    redis = valkey.settings()
+    async with listening(stage.bus, turn.call_id, answer=False) as stream, stage.ledger():
+        async with sampler(nats_settings, s3, redis=redis, scripted_token_rate=50.0, **options):
+            await stage.submit(turn)
+            await until(lambda: stream.tokens(0) > 5)
+        told = stream.tokens(0)
+        async with sampler(nats_settings, s3, redis=redis, **options):
+            ((_, sample),) = check_all([turn], await ended(stage, turn))
+    assert sample.resumed_from >= told > 5
 
 
 async def test_a_worker_without_redis_or_beside_a_dead_one_samples_as_ever(
