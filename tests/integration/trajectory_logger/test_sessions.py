@@ -101,7 +101,7 @@ class Episodes:
         return await self.finish(index, turn, await self.dispatch(index, turn), parent, **fields)
 
     async def end(self, index: int, todo: ScorerKind = ScorerKind.DONE, **fields: Any) -> int:
-        base = {"outcome": SessionOutcome.CLOSED, "ended_at": time.time()}
+        base: dict[str, Any] = {"outcome": SessionOutcome.CLOSED, "ended_at": time.time()}
         return await self.tell(index, SessionEnded(**self.own(index), **(base | fields)), todo)
 
 
