@@ -41,26 +41,31 @@ class Headers:
 
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
-        self._found: dict[str, Header | None] = {}
+        self._found: dict[tuple[str, bool], Header | None] = {}
 
-    def of(self, options: Mapping[str, Any] | None) -> Header | None:
-        """None where the template does not let it be told."""
-        key = json.dumps(options or {}, sort_keys=True, default=repr)
+    def of(self, options: Mapping[str, Any] | None, *, retold: bool = False) -> Header | None:
+        """`retold`: as the tokenizer gives its text back.  None where the template does not let it be told."""
+        key = (json.dumps(options or {}, sort_keys=True, default=repr), retold)
         if key not in self._found:
             if len(self._found) >= _MOST_REMEMBERED:
                 self._found.clear()
-            self._found[key] = self._find(options)
+            self._found[key] = self._find(options, retold)
         return self._found[key]
 
-    def _find(self, options: Mapping[str, Any] | None) -> Header | None:
+    def _find(self, options: Mapping[str, Any] | None, retold: bool) -> Header | None:
         asked = {"role": "user", "content": "x"}
         answer = {"role": "assistant", "content": _MARK}
+
+        def text(messages: list[dict[str, str]], *, asks: bool) -> str:
+            found = self._renderer.chat_text(messages, add_generation_prompt=asks, options=options)
+            return self._renderer.retold(found) if retold else found
+
         try:
-            question = self._renderer.chat_text([asked], add_generation_prompt=False, options=options)
+            question = text([asked], asks=False)
             forms = [
-                self._renderer.chat_text([asked], options=options),
-                self._renderer.chat_text([asked, answer], add_generation_prompt=False, options=options),
-                self._renderer.chat_text([asked, answer, asked], add_generation_prompt=False, options=options),
+                text([asked], asks=True),
+                text([asked, answer], asks=False),
+                text([asked, answer, asked], asks=False),
             ]
         except RenderingError:
             return None

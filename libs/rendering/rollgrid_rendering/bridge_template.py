@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rollgrid_contracts.arrays import TokenIds
@@ -170,35 +170,24 @@ class TemplateBridge:
         self, turns: Sequence[PastTurn], marks: Sequence[str], shown: str, end: int | None, request: Request
     ) -> str | None:
         """Where the template's text between the answers is not that of the observed ids."""
-        header = self._headers.of(request.options)
-        if header is None:
-            return "where an answer begins cannot be told from the template"
         text = self._renderer.exact_text
         seen = [text(turn.observation.tolist()[turn.closing :]) for turn in turns]
         names = self._renderer.special_tokens
         ends = [{"", names.get(end or -1, ""), names.get(_last(turn) or -1, "")} for turn in turns]
-        differs: str | None = None
-        canonical: tuple[Callable[[str], str], ...] = (
-            str,
-            lambda found: text(self._renderer.encode(found, add_special_tokens=False)),
-        )
-        for same_form in canonical:  # a tokenizer may normalize text; mostly it does not
-            parts = _between(same_form(shown), marks)
-            differs = None if parts is None else "?"
-            if parts is None:
-                continue
-            checks = zip(parts, seen, [None, *turns[:-1]], [{""}, *ends[:-1]], strict=True)
-            differs = next(
-                (
-                    f"what stands before the answer of step {i} is not what the template says now"
-                    for i, (part, own, before, allowed) in enumerate(checks)
-                    if not header.precedes(part, own, None if before is None else _closings(before, allowed))
-                ),
-                None,
-            )
-            if differs is None:
+        closings = [{""}, *(_closings(turn, allowed) for turn, allowed in zip(turns[:-1], ends[:-1], strict=True))]
+        differs = "the tokenizer rewrites the conversation"
+        for retold in (False, True):
+            header = self._headers.of(request.options, retold=retold)
+            if header is None:
+                return "where an answer begins cannot be told from the template"
+            parts = _between(self._renderer.retold(shown) if retold else shown, marks)
+            checks = enumerate(zip(parts or (), seen, closings, strict=parts is not None))
+            wrong = next((i for i, check in checks if not header.precedes(*check)), None)
+            if parts is not None and wrong is None:
                 return None
-        return differs or "the tokenizer rewrites the conversation"
+            if parts is not None:
+                differs = f"what stands before the answer of step {wrong} is not what the template says now"
+        return differs
 
 
 def _conversation(turns: Sequence[PastTurn]) -> list[Mapping[str, Any]]:

@@ -157,6 +157,10 @@ class Renderer:
         text: str = self._tokenizer.decode(known, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
 
+    def retold(self, text: str) -> str:
+        """`text` as its ids give it back: a tokenizer may normalize it, or put spaces behind its special tokens."""
+        return self.exact_text(self.encode(text, add_special_tokens=False))
+
     @property
     def tokenizer(self) -> Any:
         """The loaded tokenizer itself, for bridges written elsewhere."""

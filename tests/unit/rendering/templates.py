@@ -207,8 +207,11 @@ def kind(name: str) -> Kind:
 
 
 @cache
-def renderer_of(name: str, *, normalizes: bool = False) -> Renderer:
-    """A byte-level tokenizer with the tokens and the template of this kind; `normalizes` text to NFC, as some do."""
+def renderer_of(name: str, *, normalizes: bool = False, spaces: bool = False) -> Renderer:
+    """A tokenizer with the tokens and the template of this kind.
+
+    `normalizes` text to NFC, as some do; `spaces`: puts one behind each special token, as older ones do.
+    """
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
     auto_tokenizer()  # first, so that torch stays out
@@ -216,7 +219,7 @@ def renderer_of(name: str, *, normalizes: bool = False) -> Renderer:
 
     made = kind(name)
     backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=spaces)
     backend.decoder = decoders.ByteLevel()
     if normalizes:
         backend.normalizer = normalizers.NFC()

@@ -42,9 +42,11 @@ def said(text: str, **more: Any) -> dict[str, Any]:
 class Played:
     """A session of one kind of template: each turn's ids as a sampler would leave them."""
 
-    def __init__(self, name: str, *, typed: bool = False, normalizes: bool = False, **how: Any) -> None:
+    def __init__(
+        self, name: str, *, typed: bool = False, normalizes: bool = False, spaces: bool = False, **how: Any
+    ) -> None:
         self.kind = kind(name)
-        self.renderer: Renderer = renderer_of(name, normalizes=normalizes)
+        self.renderer: Renderer = renderer_of(name, normalizes=normalizes, spaces=spaces)
         self.bridge = Bridge(self.renderer, typed=typed)
         self.how = how
         self.turns: list[PastTurn] = []
@@ -116,11 +118,39 @@ def test_a_turn_that_was_cut_off_is_closed_as_the_template_does(name: str, text:
     assert played.renderer.exact_text(found.observation.tolist()[: found.closing]) == end
 
 
+@pytest.mark.parametrize("name", BRIDGED)
+def test_a_tokenizer_that_puts_spaces_behind_special_tokens_does_so_in_the_bridge(name: str) -> None:
+    """An answer sampled as the template would write it: then the bridge is the end of the whole conversation's ids."""
+    played = Played(name, spaces=True)
+    new: list[dict[str, Any]] = [user("hi")]
+    observation = played.begin(*new)
+    for i in range(3):
+        played.answer(new, observation, [], said("ok"))
+        whole = [message for turn in played.turns for message in (*turn.messages, turn.answer)]
+        ended = played.renderer.render([*whole, user(f"{i}?")])[1]
+        before = played.ids()
+        assert ended[: len(before)] == before
+        end = played.renderer.encode(played.kind.end or "<|user|>")[-1]
+        sampled = ended[len(before) : ended.index(end, len(before)) + 1]
+        played.turns[-1] = played.turns[-1]._replace(sampled=TokenIds.of(sampled), finish_reason=FinishReason.STOP)
+        new = [user(f"{i}?")]
+        found = played.ask(*new)
+        assert isinstance(found, Bridged), found
+        observation = found.observation.tolist()
+        assert played.ids() + observation == ended
+
+
 def test_a_turn_that_stopped_at_a_word_is_closed_one_that_stopped_at_a_special_token_is_not() -> None:
     played = Played("strips")
     other = played.renderer.encode("3<|endoftext|>")
     word = played.renderer.encode("3</tool_call>")
-    cases = [(other, None, ""), (other, other[-1], ""), (word, word[-1], "<|im_end|>"), (word, "call>", "<|im_end|>")]
+    cases = [
+        (other, None, ""),
+        (other, other[-1], ""),
+        (other, "text|>", "<|im_end|>"),
+        (word, word[-1], "<|im_end|>"),
+        (word, "call>", "<|im_end|>"),
+    ]
     for sampled, stop_reason, closing in cases:
         first = (user("hi"),)
         played.turns.clear()
