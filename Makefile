@@ -9,7 +9,7 @@ export VENV ROLLGRID_ENGINE
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: help setup check lint-fix test test-fast clients-env test-clients test-trl models demo up down train train-study bench bench-refresh bench-delta chaos lock clean \
+.PHONY: help setup check lint-fix test test-fast clients-env test-clients test-trl models demo up down train train-study bench bench-refresh bench-sessions bench-delta bench-link chaos lock clean \
         up-compose down-compose test-compose
 
 help: ## print this
@@ -43,7 +43,7 @@ test: models ## every test, those on the real engine and real servers included
 clients-env: setup ## the environments of the clients that `test-clients` runs (cached in .venv-clients)
 	$(BIN)/python -m tests.clients.environments
 
-test-clients: models clients-env ## Inspect, TRL and verifiers, unmodified, against the whole stack on real vLLM; part of `test`
+test-clients: models clients-env ## Inspect, TextArena, TRL and verifiers, unmodified, against the whole stack on real vLLM; part of `test`
 	$(BIN)/pytest tests/clients -m clients $(ARGS)
 
 test-trl: models ## the part of `test-clients` in which TRL's GRPOTrainer learns through rollgrid
@@ -86,8 +86,14 @@ bench: setup ## every figure beside its budget: control plane, tenants, engine o
 bench-refresh: setup ## what new weights cost: the pause, tokens lost, publish to first new token (ARGS='--models tiny')
 	$(BIN)/python -m benchmarks.refresh $(ARGS)
 
+bench-sessions: setup ## what a turn costs: latency over the engine, sessions a second, Redis operations and flushes (ARGS=--quick)
+	$(BIN)/python -m benchmarks.sessions $(ARGS)
+
 bench-delta: setup ## what a weight update weighs: full, xor, gaps, LoRA, ours and the entropy bound, on real AdamW steps
 	$(BIN)/python -m benchmarks.delta $(ARGS)
+
+bench-link: setup ## publish to first new token over a link of 100 Mbit/s: full, delta and LoRA, as ratios
+	$(BIN)/python -m benchmarks.link $(ARGS)
 
 chaos: models ## the long kill storm; prints its seeds
 	ROLLGRID_CHAOS=long $(BIN)/pytest tests/chaos -m chaos --timeout=3600 $(ARGS)

@@ -247,6 +247,8 @@ class WeightsUpload:
                 taken = self._send(calls.put_file(self.policy, self.upload, name, body, sent))
                 if taken.sha256 == digest:
                     break  # else it changed on its way; after the last try the shard is refused for it
+            if report is not None:
+                report(name, size, size)  # a small body goes out at once and says nothing on its way
             return {"name": name, "size": size, "sha256": digest}
         finally:
             self._places.release()
