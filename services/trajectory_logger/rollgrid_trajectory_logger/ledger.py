@@ -43,6 +43,10 @@ ENDED_TIMERS = 1024
 """Deadlines of ended groups kept beyond as many as there are open ones."""
 
 
+SESSIONS_REMEMBERED = 100_000
+"""Sessions of closed groups whose events may be dropped before older ones are."""
+
+
 class Close(NamedTuple):
     """Append the record of this group to its run's subject.
 
@@ -100,6 +104,8 @@ class Ledger:
         self.double_closes = 0
         self.superseded: Counter[str] = Counter()
         self.superseded_recent: deque[Superseded] = deque(maxlen=SUPERSEDED_KEPT)
+        self.sessions_closed: deque[tuple[int, str]] = deque(maxlen=SESSIONS_REMEMBERED)
+        """Subjects of sessions whose groups have closed since the take-over, with how far events were read by then."""
         self._waiting: deque[Waiting] = deque()
         self._deadlines: list[tuple[float, str]] = []
         self._refused: dict[str, int] = {}
@@ -185,6 +191,8 @@ class Ledger:
         if group is None:
             return []
         turns = list(group.turn_jobs.values()) if isinstance(group, OpenSessions) else []
+        if isinstance(group, OpenSessions):
+            self.sessions_closed += [(self.events_to, subject) for subject in group.subjects_read]
         if has_missing(read.counts):
             deleted = (*group.jobs, *seqs_of(turns))
             return [Settle(delete=deleted, abort=read.group_id, turns=calls_of(turns))]
@@ -220,6 +228,11 @@ class Ledger:
         """The lowest RG_SAMPLES sequence that a refold of the open groups must still find."""
         lowest = self.events_to + 1
         return min((group.need for group in self.open.values() if group.need), default=lowest)
+
+    def plain_need(self) -> int:
+        """As `need`, of what lies on no session's subject."""
+        lowest = self.events_to + 1
+        return min((group.plain_need for group in self.open.values() if group.plain_need), default=lowest)
 
     def settled_to(self) -> int:
         """The RG_SAMPLES sequence up to which no event stands for itself, without a job held in RG_JOBS."""
@@ -336,6 +349,7 @@ class Ledger:
             if event.job_seq and min(group.jobs, default=0) > event.job_seq:
                 continue
             group.touch(seq)
+            group.cancelled = seq
             decisions.append(self._close(group, CloseReason.CANCELLED, now, event.reason))
         return decisions
 

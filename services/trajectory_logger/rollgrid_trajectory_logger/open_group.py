@@ -61,6 +61,8 @@ class OpenGroup:
     scores: dict[tuple[int, int], dict[str, Score]] = field(default_factory=dict)
     first_finish: SamplesFinished | None = None
     need: int = 0
+    cancelled: int = 0
+    """RG_SAMPLES sequence of the cancel that ended it."""
     ending: Ending | None = None
     cause: str | None = None
     """Trace context of the last event that was folded."""
@@ -91,6 +93,11 @@ class OpenGroup:
     def held(self) -> int:
         """Messages of RG_JOBS that are kept for it."""
         return len(self.jobs)
+
+    @property
+    def plain_need(self) -> int:
+        """As `need`, of what lies on no session's subject."""
+        return self.need
 
     @property
     def waits_for_versions(self) -> bool:

@@ -4,8 +4,9 @@ What counts is the events' business alone, in stream order (`rollgrid_episodes.T
 everyone who folds the session's subject has.  Jobs of turns only wait here for their finish; which of them have
 been read decides nothing, so a take-over that finds fewer of them ends the same way.
 
-All turns of an open group are in memory: about the bytes of their events, which RG_SAMPLES (that keeps them
-until the close) and the caps on a session's tokens bound.
+All turns of an open group are in memory: about the bytes of their events (measured: 6.7 kB for 200 observed and 300
+sampled tokens with 2 kB of text, 18 MB for 8 sessions of 340 such turns).  They are bounded by the caps on a session's
+tokens, and by RG_SAMPLES, which keeps them until the close.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+from rollgrid_contracts import subjects
 from rollgrid_contracts.episodes import SessionEnded, SessionOutcome
 from rollgrid_contracts.failures import Boundary, ErrorCode, ErrorInfo
 from rollgrid_contracts.fleet import GroupStatus
@@ -70,6 +72,16 @@ class OpenSessions(OpenGroup):
     @property
     def held(self) -> int:
         return len(self.jobs) + sum(len(turn.seqs) for turn in self.turn_jobs.values())
+
+    @property
+    def plain_need(self) -> int:
+        return self.cancelled
+
+    @property
+    def subjects_read(self) -> list[str]:
+        """Where the events of its sessions lie."""
+        opened = [tree.opened for tree in self.trees.values() if tree.opened is not None]
+        return [subjects.samples_of(session.tenant, session.session) for session in opened]
 
     @property
     def waits_for_versions(self) -> bool:

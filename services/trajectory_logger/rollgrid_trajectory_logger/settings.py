@@ -25,6 +25,12 @@ class TrajectoryLoggerSettings(ServiceSettings):
     refold_margin_s: float = Field(default=60.0, ge=0, description="clock error allowed between stream leaders")
     purge_every_s: float = Field(default=10.0, gt=0)
     purge_min_bytes: int = Field(default=4 * MIB, ge=0, description="purge RG_SAMPLES when that much is not needed")
+    purge_between_share: float = Field(
+        default=0.1,
+        ge=0,
+        le=1,
+        description="share of RG_SAMPLES' bound above which events behind an open session's are purged, too",
+    )
     purge_grace_s: float = Field(
         default=120.0, ge=0, description="events stay readable so long after their group closed"
     )

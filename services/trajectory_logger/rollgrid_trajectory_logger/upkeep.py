@@ -6,6 +6,8 @@ import asyncio
 import time
 from collections import Counter, deque
 
+from rollgrid_contracts import subjects
+from rollgrid_contracts.ids import NO_SESSION
 from rollgrid_contracts.topology import JOBS, SAMPLES, ledger_consumer
 from rollgrid_runtime.bus import Bus
 from rollgrid_runtime.errors import BusError
@@ -21,6 +23,7 @@ log = get_logger(__name__)
 FULL_SHARE = 0.5
 """Share of RG_SAMPLES' bound above which neither the grace nor a sleeping scorer holds back the purge."""
 
+SESSIONS_PER_PURGE = 500
 CHECKS_BEFORE_ALARM = 2
 SAMPLES_PER_CHECK = 5
 SAMPLE_S = 0.2
@@ -52,16 +55,33 @@ class Upkeep:
         info = await self._bus.stream_info(SAMPLES.name)
         state = info.state
         self._marks.append((now, int(state.last_seq)))
-        below = min(ledger.need(), ledger.settled_to() + 1)
-        if not info.config.max_bytes or state.bytes < FULL_SHARE * info.config.max_bytes:
-            below = min(below, self._graced(now), await self._scorers_floor())
-        first, stored = int(state.first_seq), int(state.messages)
+        floor, bound = ledger.settled_to() + 1, info.config.max_bytes or 0
+        if not bound or state.bytes < FULL_SHARE * bound:
+            floor = min(floor, self._graced(now), await self._scorers_floor())
+        need = ledger.need()
+        if bound and need < floor and state.bytes > self._settings.purge_between_share * bound:
+            await self._purge_between(floor, int(state.messages))
+        below, first, stored = min(need, floor), int(state.first_seq), int(state.messages)
         if below <= first or not stored:
             return
         share = min(1.0, (below - first) / (int(state.last_seq) - first + 1))
         if share * state.bytes < self._settings.purge_min_bytes:
             return
         await self._bus.purge_below(SAMPLES.name, below)
+        left = int((await self._bus.stream_info(SAMPLES.name)).state.messages)
+        metrics.PURGED.labels(SAMPLES.name).inc(max(0, stored - left))
+
+    async def _purge_between(self, floor: int, stored: int) -> None:
+        """Drop what is behind the events of open sessions: these may be needed for hours, what else came since is not."""
+        ledger = self._handler.ledger
+        plain = subjects.samples_of("*", NO_SESSION)
+        await self._bus.purge_below(SAMPLES.name, min(ledger.plain_need(), floor), plain)
+        ended = ledger.sessions_closed
+        for _ in range(SESSIONS_PER_PURGE):
+            if not ended or ended[0][0] >= floor:
+                break
+            await self._bus.purge_below(SAMPLES.name, floor, ended[0][1])
+            ended.popleft()
         left = int((await self._bus.stream_info(SAMPLES.name)).state.messages)
         metrics.PURGED.labels(SAMPLES.name).inc(max(0, stored - left))
 

@@ -212,3 +212,31 @@ async def test_i6_i11_a_take_over_in_mid_episode_gives_the_same_and_340_turns_go
     assert Header.CLAIM.value in page.messages[0].headers
     [path] = paths(entry)
     assert (len(path.turns), sum(path.mask), len(path.completion_ids)) == (340, 340 * 300, 340 * 300 + 339 * 3)
+
+
+async def test_i8_an_open_session_does_not_keep_what_others_left_behind_it(
+    driver: Driver, stack_env: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own events stay for as long as it is open; a take-over then still finds all it needs."""
+    long, short = Episodes(driver.bus, "hours", n=1), Episodes(driver.bus, "seconds", n=1)
+    purging: dict[str, Any] = {"purge_between_share": 0.0, "purge_min_bytes": 0, "purge_grace_s": 0.1}
+    jobs = [make_job(position) for position in range(10)]
+    async with logger_in_process(stack_env, monkeypatch, **purging):
+        await long.open(0)
+        await long.play(0, 0)
+        own = 2
+        await short.open(0)
+        await short.play(0, 0)
+        await short.end(0)
+        sequences = await driver.submit(jobs)
+        for job, seq in zip(jobs, sequences, strict=True):
+            await driver.finish(job, seq)
+        await driver.wait_closed(11)
+        await driver.wait_stored(SAMPLES, own)
+        await long.play(0, 1, 0)
+    await driver.cancel(make_job(0, group_id=long.group, batch_id=long.opening.batch_id))
+    async with logger_in_process(stack_env, monkeypatch, **purging):
+        closed = next(closed for _, closed in await driver.wait_closed(12) if closed.group_id == long.group)
+        await driver.wait_stored(SAMPLES, 0)
+    assert closed.reason is CloseReason.CANCELLED
+    assert [turn.turn for turn in closed.entries[0].turns] == [0, 1]

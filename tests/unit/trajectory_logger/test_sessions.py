@@ -324,3 +324,21 @@ def test_events_of_sessions_do_nothing_to_other_groups() -> None:
     assert stream.feed(opened(0), ended(0), forked(0, "b", None)) == []
     assert stream.ledger.superseded == {"no group of sessions": 3}
     assert [decision for decision in stream.ledger.advance(101.0, 101.0) if isinstance(decision, Close)]
+
+
+def test_what_lies_on_no_sessions_subject_is_needed_by_plain_groups_and_cancels() -> None:
+    stream = Stream(episode(), job(group_id="g2"))
+    stream.feed(opened(0), opened(1))
+    assert (stream.ledger.need(), stream.ledger.plain_need()) == (1, 3)
+    stream.feed(finished(Sample(index=0, status=SampleStatus.SUCCEEDED), group_id="g2", job_seq=2))
+    assert stream.ledger.plain_need() == 3
+    stream.feed(GroupsCancelled(tenant="acme", run="r1", batch_id="b1", group_ids=("g2",), job_seq=2))
+    stream.ledger.closed(read_of(stream.ledger.open["g2"].record()))
+    cancel = GroupsCancelled(tenant="acme", run="r1", batch_id="b1", group_ids=(GROUP,), job_seq=2)
+    closed = the_close(stream.feed(cancel))
+    assert (stream.ledger.need(), stream.ledger.plain_need()) == (1, 5), "a refold must find the cancel"
+    stream.ledger.closed(read_of(closed, 2))
+    assert list(stream.ledger.sessions_closed) == [
+        (5, f"rg.0.samples.*.acme.{name_of(0)}"),
+        (5, f"rg.0.samples.*.acme.{name_of(1)}"),
+    ]
