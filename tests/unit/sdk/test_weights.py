@@ -228,7 +228,7 @@ def test_an_exception_inside_publishes_nothing(ingest: FaultyIngest, client: Cli
     assert not ingest.shards
     with pytest.raises(ConfigurationError, match="has ended"):
         upload.put("b", np.ones(2, np.float32))
-    for wrong in ({"world": 2}, {"rank": 1}, {"kind": "delta"}):
+    for wrong in ({"world": 2}, {"rank": 1}, {"kind": "deltas"}):
         with pytest.raises(ConfigurationError):
             client.weights.begin("p", **wrong)
     with client.weights.begin("p") as upload:
