@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -105,9 +106,7 @@ def bits(name: str, tensor: Any) -> Any:
         raise ConfigurationError(f"{name} is {tensor.dtype}; deltas know {', '.join(sorted(set(_NAMES.values())))}")
     flat: Any = tensor.reshape(-1)
     if is_torch(tensor):
-        import torch
-
-        flat = flat.view(torch.uint8).numpy()
+        flat = flat.view(sys.modules["torch"].uint8).numpy()
     return _codecs().tensor_bits(name, dtype, tuple(tensor.shape), flat)
 
 
