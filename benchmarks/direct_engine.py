@@ -26,6 +26,11 @@ def prompt(group: int) -> list[int]:
     return [5 + (group * 7 + place) % 400 for place in range(64)]
 
 
+def observation(turn: int) -> list[int]:
+    """16 token ids that an environment adds behind a turn."""
+    return [7 + (turn * 11 + place) % 400 for place in range(16)]
+
+
 class BareEngine:
     """Inside the child: rounds over `AsyncLLM.generate`."""
 
@@ -34,21 +39,28 @@ class BareEngine:
 
     async def _one(self, name: str, group: int, index: int, tokens: int, *, stream: bool = False) -> tuple[int, float]:
         """Tokens of one request, and the UNIX-like time of its first output."""
+        sampled, first = await self._sampled(name, prompt(group), (group, index), tokens, stream=stream)
+        return len(sampled), first
+
+    async def _sampled(
+        self, name: str, prompt_ids: list[int], sample: tuple[int, int], tokens: int, *, stream: bool = False
+    ) -> tuple[list[int], float]:
         from rollgrid_contracts import ids
         from rollgrid_contracts.jobs import SamplingParams
         from rollgrid_sampler.engines.vllm_options import translate
         from vllm.inputs.engine import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
-        params = translate(SamplingParams(max_tokens=tokens, ignore_eos=True), ids.sample_seed(group, index))
+        params = translate(SamplingParams(max_tokens=tokens, ignore_eos=True), ids.sample_seed(*sample))
         if stream:
             params.output_kind = RequestOutputKind.DELTA
-        count, first = 0, 0.0
-        source = tokens_input(prompt(group), cache_salt=f"direct/0/{name}")
-        async for output in self._llm.generate(source, params, f"{name}-{group}-{index}"):
+        found: list[int] = []
+        first = 0.0
+        source = tokens_input(prompt_ids, cache_salt=f"direct/0/{name}")
+        async for output in self._llm.generate(source, params, f"{name}-{sample[0]}-{sample[1]}"):
             first = first or time.perf_counter()
-            count += len(output.outputs[0].token_ids)
-        return count, first
+            found += output.outputs[0].token_ids
+        return found, first
 
     async def throughput(self, name: str, groups: int, samples: int, tokens: int, concurrency: int) -> dict[str, float]:
         places = asyncio.Semaphore(concurrency)
@@ -71,6 +83,18 @@ class BareEngine:
             began = time.perf_counter()
             first.append((await self._one(name, call, 1, tokens, stream=True))[1] - began)
         return {"whole": whole, "first": first}
+
+    async def conversations(self, name: str, episodes: int, turns: int, tokens: int) -> list[float]:
+        """Seconds of each turn; a turn's prompt is all that was before, and `observation`."""
+        spent = []
+        for episode in range(episodes):
+            so_far = prompt(episode)
+            for turn in range(turns):
+                began = time.perf_counter()
+                sampled, _ = await self._sampled(name, so_far, (episode, turn), tokens)
+                spent.append(time.perf_counter() - began)
+                so_far = [*so_far, *sampled, *observation(turn)]
+        return spent
 
 
 async def serve(environment: dict[str, str]) -> None:
