@@ -163,10 +163,10 @@ class Affinity:
                     for pool, names in pools.items()
                     for count in await self._loads([keys.bound(pool, one) for one in names])
                 ]
-            except StateError:
-                found = []
-            metrics.BOUND.set(sum(found))
-            metrics.BOUND_MOST.set(max(found, default=0))
+                metrics.BOUND.set(sum(found))
+                metrics.BOUND_MOST.set(max(found, default=0))
+            except StateError as error:
+                log.debug("bound_sessions_not_counted", error=error.message)
             await asyncio.sleep(COUNT_EVERY_S)
 
 

@@ -63,6 +63,7 @@ class LaneClaims:
         self._vacant: dict[str, float] = {}
         self._wake = asyncio.Event()
         self._swept_at = time.monotonic()
+        self._own_again_at = 0.0
         self._leaving = False
         self.held: frozenset[str] = frozenset()
 
@@ -86,8 +87,9 @@ class LaneClaims:
     async def _give_up(self, lane: str) -> None:
         found = await self._table.get(lane)
         if found is not None and self._mine(found.value):
+            claim = self._claim(lane, given_up=True)
             with contextlib.suppress(Conflict):  # somebody else has it
-                await self._table.update(lane, self._claim(lane, given_up=True), found.revision)
+                self._view.values[lane] = Versioned(claim, await self._table.update(lane, claim, found.revision))
         self._hold(self.held - {lane})
 
     # -- deciding -----------------------------------------------------------------------------
@@ -124,9 +126,10 @@ class LaneClaims:
             await self._sweep()
 
     async def _claim_own(self) -> None:
-        found = self._view.values.get(self._worker)
-        if found is not None and self._mine(found.value):
+        found, now = self._view.values.get(self._worker), time.monotonic()
+        if (found is not None and self._mine(found.value)) or now < self._own_again_at:
             return
+        self._own_again_at = now + LOOK_EVERY_S  # two processes under one name must not write without end
         current = await self._table.get(self._worker)
         if current is None or not self._mine(current.value):
             await self._take(self._worker, current.revision if current is not None else 0)
