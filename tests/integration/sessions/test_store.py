@@ -227,13 +227,20 @@ async def test_a_session_ends_once(on: Stage) -> None:
     assert (await refused(fork)).code is ErrorCode.SESSION_ENDED
 
 
-async def test_no_turn_begins_beside_an_end(on: Stage) -> None:
-    for _ in range(5):
-        opened = await on.open()
-        _, codes = await outcomes([on.begin(opened), on.b.end(ending(opened)), on.begin(opened, by=1)])
-        assert sum(codes.values()) >= 1
-        assert codes.keys() <= {ErrorCode.SESSION_BUSY, ErrorCode.SESSION_ENDED}
-        assert (await refused(on.begin(opened))).code is ErrorCode.SESSION_ENDED
+async def test_no_turn_begins_once_an_end_is_announced(on: Stage) -> None:
+    opened = await on.open()
+    assert await on.a._announce_end(ending(opened), None) is None
+    assert (await refused(on.begin(opened, by=1))).code is ErrorCode.SESSION_BUSY
+    assert (await on.b.end(ending(opened))).outcome is SessionOutcome.CLOSED
+    assert (await refused(on.begin(opened))).code is ErrorCode.SESSION_ENDED
+
+
+async def test_an_end_that_its_replica_never_stored_holds_nobody_for_long(on: Stage) -> None:
+    opened = await on.open()
+    assert await on.a._announce_end(ending(opened), None) is None
+    assert (await refused(on.begin(opened, by=1))).code is ErrorCode.SESSION_BUSY
+    on.clock.ahead = HOLD_S + 1
+    assert (await on.begin(opened, by=1)).turn == 0
 
 
 async def test_an_end_goes_to_the_scorers_that_must_act(on: Stage) -> None:

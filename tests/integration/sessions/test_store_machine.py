@@ -13,7 +13,7 @@ from collections.abc import Coroutine
 from typing import Any, ClassVar
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -118,7 +118,8 @@ class Play(RuleBasedStateMachine):
     @rule(by=REPLICAS, data=st.data())
     def fork(self, by: int, data: st.DataObject) -> None:
         parent = data.draw(st.sampled_from([None, *sorted(self.nodes)]), label="parent")
-        call = self.on.replicas[by].store.fork(TENANT, self.opened.session, parent, ForkReason.EXPLORE)
+        name = f"f{len(self.heads)}"  # a drawn name would be another in the next run
+        call = self.on.replicas[by].store.fork(TENANT, self.opened.session, parent, ForkReason.EXPLORE, name=name)
         if self.ended is not None:
             assert self.refusal(call) is ErrorCode.SESSION_ENDED
         else:
@@ -166,6 +167,7 @@ def test_whatever_two_replicas_play_redis_is_the_fold_of_the_stream(made: Grid, 
                     stateful_step_count=25,
                     deadline=None,
                     derandomize=True,
+                    phases=(Phase.generate,),  # shrinking plays on real servers for minutes
                     suppress_health_check=list(HealthCheck),
                 ),
             )
