@@ -182,6 +182,18 @@ def test_a_plain_text_template_is_continued_where_its_text_stays_what_it_is() ->
     assert found.closing == 0
 
 
+def test_a_cut_off_answer_is_not_continued_where_the_tokenizer_would_add_a_space_to_it() -> None:
+    played = Played("plain", spaces=True)
+    first = (user("hi"),)
+    played.answer(
+        first, played.begin(*first), played.sampled("ye", ended=False), said("ye"), finish=FinishReason.LENGTH
+    )
+    found = played.ask(user("x"))
+    assert found == NoBridge(
+        ForkReason.BRIDGE_UNAVAILABLE, "the template has no token that ends a turn which was cut off"
+    )
+
+
 @pytest.mark.parametrize("name", ["strips", "keeps", "llama"])
 @pytest.mark.parametrize("typed", [False, True])
 def test_c36_tool_calls_and_results_are_bridged(name: str, typed: bool) -> None:
@@ -235,6 +247,32 @@ def test_reasoning_as_the_template_has_it_forks_where_the_template_strips_it() -
     assert stripped.reason is ForkReason.TEMPLATE_REWRITES_HISTORY
     kept = asked("keeps", THOUGHT, ANSWER, history=ReasoningHistory.TEMPLATE)
     assert text_behind(kept, kept.ask(user("and?"))) == kept.kind.behind([user("and?")])
+
+
+def test_reasoning_that_was_cut_off_is_closed_and_what_closes_it_is_no_rewriting() -> None:
+    played = Played("strips", typed=True)
+    first = (user("hi"),)
+    cut = played.sampled("<think>\nOne and", ended=False)
+    played.answer(first, played.begin(*first), cut, said("", reasoning="One and"), finish=FinishReason.LENGTH)
+    found = played.ask(user("so?"))
+    assert isinstance(found, Bridged)
+    assert (found.how, found.closing) == ("typed:qwen3", 2)
+    assert text_behind(played, found) == "</think><|im_end|>" + played.kind.behind([user("so?")])
+    observation = found.observation.tolist()
+    played.answer([user("so?")], observation, played.sampled("3"), said("3"), closing=found.closing)
+    own = [said("or 4"), user("so?")]  # messages that typed bridges refuse
+    found = played.ask(*own)
+    assert text_behind(played, found) == played.kind.behind(own)
+
+
+def test_reasoning_as_the_template_has_it_forks_where_the_tokenizer_would_spell_it_otherwise() -> None:
+    played = Played("plain", spaces=True, history=ReasoningHistory.TEMPLATE)
+    letters = played.renderer.tokenizer.convert_tokens_to_ids(list("three"))
+    first = (user("hi"),)
+    played.answer(first, played.begin(*first), letters, said("three"), finish=FinishReason.LENGTH)
+    found = played.ask(user("x"))
+    assert isinstance(found, NoBridge)
+    assert found.reason is ForkReason.TEMPLATE_REWRITES_HISTORY
 
 
 def test_reasoning_as_the_template_has_it_closes_nothing_where_the_template_does_not() -> None:
