@@ -71,6 +71,7 @@ class Affinity:
         self._place, self._release, self._loads = state.script(PLACE), state.script(RELEASE), state.script(LOADS)
         self._bound_to = state.script(BOUND_TO)
         self._away_until = 0.0
+        self._placed_at = float("-inf")
 
     async def place(
         self,
@@ -92,7 +93,7 @@ class Affinity:
         if not fit:
             metrics.PLACED.labels("pool").inc()
             return Placed(None, subjects.jobs_pool(pool, priority, tenant))
-        name = _short(session)
+        name, self._placed_at = _short(session), time.monotonic()
         order = ranked(f"{tenant}:{name}", {one: state.slots for one, state in fit.items()})
         if last in fit:
             order = [last, *(one for one in order if one != last)]
@@ -152,8 +153,11 @@ class Affinity:
         return "idle" if worker.busy < worker.slots and not worker.waiting else "full"
 
     async def count(self) -> None:
-        """Until cancelled."""
+        """Until cancelled.  Where no session was placed for as long as bindings live, Redis is not asked."""
         while True:
+            await asyncio.sleep(COUNT_EVERY_S)
+            if time.monotonic() - self._placed_at > keys.AFFINITY_TTL_S + COUNT_EVERY_S:
+                continue
             pools: dict[str, list[str]] = {}
             for name, state in self._alive().items():
                 pools.setdefault(state.pool, []).append(name)
@@ -167,7 +171,6 @@ class Affinity:
                 metrics.BOUND_MOST.set(max(found, default=0))
             except StateError as error:
                 log.debug("bound_sessions_not_counted", error=error.message)
-            await asyncio.sleep(COUNT_EVERY_S)
 
 
 def unfit(worker: WorkerState, need: Need) -> str | None:

@@ -8,6 +8,7 @@ import math
 import signal
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
+from typing import cast
 
 import httpx2
 import pytest
@@ -29,7 +30,8 @@ from .conftest import NAMES
 
 PATIENT = Retries(budget_s=120, outage_budget_s=120)
 PROCESSES = {name: process for process, name in NAMES.items()}
-ANY_EVENT = SamplesFinished | SessionOpened | SessionForked | SessionEnded
+Event = SamplesFinished | SessionOpened | SessionForked | SessionEnded
+ANY_EVENT = cast(type[Event], Event)
 
 
 class Player:
@@ -85,7 +87,7 @@ async def finishes(bus: Bus, session: str) -> Counter[int]:
     """How many finishes of each turn are in the record."""
     found: Counter[int] = Counter()
     for stored in (await read_after(bus, SAMPLES.name, subjects.samples_of(TENANT, session), 0, 10_000)).messages:
-        event = codec.decode(stored.data, ANY_EVENT)  # type: ignore[arg-type]
+        event = codec.decode(stored.data, ANY_EVENT)
         if isinstance(event, SamplesFinished):
             found[event.samples[0].turn] += 1
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from itertools import count
+from typing import Any
 
 import pytest
 from rollgrid_contracts import subjects
@@ -37,7 +38,7 @@ async def to_lane(stage: Stage, worker: str, *jobs: SampleGroup) -> None:
         await stage.bus.publish(subjects.jobs_worker(worker), job)
 
 
-def turns(number: int, **changes: object) -> list[SampleGroup]:
+def turns(number: int, **changes: Any) -> list[SampleGroup]:
     """First turns of as many sessions."""
     return [make_turn(f"s{next(_names)}", 0, **changes) for _ in range(number)]
 
