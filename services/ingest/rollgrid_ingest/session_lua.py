@@ -68,7 +68,7 @@ return 'ok'
 
 _ALIVE = """
 if redis.call('EXISTS', KEYS[1]) == 0 then return {'gone'} end
-if redis.call('HEXISTS', KEYS[1], 'ended') == 1 then return {'ended'} end
+if redis.call('HEXISTS', KEYS[1], 'ended') == 1 or redis.call('HEXISTS', KEYS[1], 'closed') == 1 then return {'ended'} end
 """
 
 _OPEN_TURNS = """
@@ -156,6 +156,12 @@ redis.call('HSET', KEYS[1], 'ending', ARGV[1])
 return {'ok'}
 """
 )
+
+CLOSED = """
+-- ARGV: RG_TRAJECTORIES sequence.  The group was closed without an end of this session.
+if redis.call('EXISTS', KEYS[1]) == 1 then redis.call('HSET', KEYS[1], 'closed', ARGV[1]) end
+return 'ok'
+"""
 
 CANCEL_END = """
 redis.call('HDEL', KEYS[1], 'ending')

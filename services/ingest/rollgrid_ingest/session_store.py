@@ -89,6 +89,27 @@ class SessionStore:
         whole = episode.tree.own(event) if isinstance(event, SamplesFinished) else None
         return node.sample if whole is None else whole
 
+    async def group_closed(self, episode: Episode) -> bool:
+        """Whether the ledger has closed the session's group: by its deadline or a cancel, which no session is told of.
+
+        From then on no turn begins.  A ledger that is silent has not.
+        """
+        opened = episode.opened
+        if episode.closed:
+            return True
+        try:
+            status = (await self._ledger.groups(opened.tenant, [opened.group_id])).get(opened.group_id)
+            if status is None or not status.closed_seq:
+                return False
+            await self._episodes.run("CLOSED", keys.session(opened.tenant, opened.session), status.closed_seq)
+        except StateError:
+            return True
+        except RollgridError as error:
+            log.debug("close_unknown", session=opened.session, error=error.message)
+            return False
+        await self.leave(opened.tenant, opened.session)
+        return True
+
     # -- turns --------------------------------------------------------------------------------
 
     async def begin_turn(
@@ -341,6 +362,8 @@ class SessionStore:
             episode = await self.read(tenant, session)
             if episode.ended is not None:
                 return episode.ended
+            if episode.over(self._clock()):
+                raise has_ended(session)
             with state_at_hand():
                 answer = await self._episodes.run("BEGIN_END", keys.session(tenant, session), self._clock(), how, last)
             if answer[0] == b"ok":

@@ -125,7 +125,7 @@ class TurnReader:
         lost = episode.tree.lost.get(self._turn)
         if lost is not None:
             return _failed(episode, self._turn, lost.status, lost.detail)
-        if episode.ended is not None:
+        if episode.ended is not None or await self._store.group_closed(episode):
             return _failed(episode, self._turn, SampleStatus.CANCELLED, "the session has ended")
         return None
 

@@ -14,14 +14,14 @@ from rollgrid_contracts.arrays import TokenIds
 from rollgrid_contracts.episodes import ForkReason, SessionOpened, SessionOutcome, TurnNode
 from rollgrid_contracts.failures import ErrorCode
 from rollgrid_contracts.fleet import GroupStatus
-from rollgrid_contracts.samples import SampleStatus
+from rollgrid_contracts.samples import GroupsCancelled, SampleStatus
 from rollgrid_contracts.scoring import ScorerKind, ScorerSpec
 from rollgrid_contracts.topology import SAMPLES
 from rollgrid_ingest.ledger_client import LedgerClient
 from rollgrid_ingest.session_store import HOLD_S
 from rollgrid_runtime.errors import RollgridError
 
-from tests.support.episodes import TENANT, ending, finish_of, folded_stream, opening, store_finish
+from tests.support.episodes import TENANT, ending, finish_of, folded_stream, job_of, opening, store_finish
 from tests.support.servers import ValkeyServer, valkey_server
 from tests.support.waiting import until
 
@@ -274,6 +274,21 @@ async def test_a_session_of_a_closed_group_is_not_opened_again(on: Stage) -> Non
     on.valkey.client().delete(keys.session(TENANT, opened.session))
     await on.bus.purge_below(SAMPLES.name, 1 << 40, subjects.samples_of(TENANT, opened.session))
     assert (await refused(on.b.open(opened, episode))).code is ErrorCode.SESSION_ENDED
+
+
+async def test_a_group_that_was_cancelled_has_no_more_turns(on: Stage) -> None:
+    opened = await on.open()
+    turn = await on.play(opened)
+    episode = await on.a.read(TENANT, opened.session)
+    assert not await on.a.group_closed(episode)
+    batch = job_of(opened, 0, TurnNode(), 0.0).batch_id
+    cancelled = GroupsCancelled(tenant=TENANT, run=opened.run, batch_id=batch, group_ids=(opened.group_id,))
+    await on.bus.publish(subjects.samples(ScorerKind.DONE, TENANT), cancelled)
+    await until(lambda: on.a.group_closed(episode), 20, "the group closed as cancelled")
+    assert (await refused(on.begin(opened, TurnNode(parent=turn), by=1))).code is ErrorCode.SESSION_ENDED
+    assert (await refused(on.b.end(ending(opened)))).code is ErrorCode.SESSION_ENDED
+    late = on.b.begin_turn(TENANT, opened.session, TurnNode(parent=turn), time.time() + TURN_S, seen=episode)
+    assert (await refused(late)).code is ErrorCode.SESSION_ENDED
 
 
 async def test_named_forks_are_made_once(on: Stage) -> None:
