@@ -59,8 +59,19 @@ def groups(pipe: Stack, hook: WebhookServer) -> list[Group]:
             reward_formula="(1*sound + 0.5*webhook) * gate(length)",
         )  # fmt: skip
         found = sorted(batch.groups(timeout=60), key=lambda group: group.position)
+        length: dict[str, Any] = {"type": "length", "params": {"min": 1, "max": 8, "ramp": 8}}
+        play(client, [length, {"type": "exact_match", "name": "exact"}])
     pipe["sampler-0"].kill()
     return found
+
+
+def play(client: Client, scorers: list[Any]) -> None:
+    """A session of three turns, one on a branch that no scorer sees."""
+    with client.sessions.open(run="played", scorers=scorers, task={"answer": " "}) as session:
+        for number in range(2):
+            session.sample(observation_token_ids=[7 + number, 8], max_tokens=12, seed=5)
+            if number == 0:
+                session.fork().sample(observation_token_ids=[9], max_tokens=12, seed=5)
 
 
 def rerun(pipe: Stack, *arguments: str, run: str = "scored") -> tuple[int, list[dict[str, Any]], str]:
@@ -112,6 +123,21 @@ def test_the_same_code_agrees_with_itself(pipe: Stack, groups: list[Group]) -> N
     values = [score.value for group in groups for sample in group for score in sample.scores if score.scorer == "sound"]
     numbers = [value for value in values if value is not None]
     assert found["sound"]["new"]["mean"] == pytest.approx(sum(numbers) / len(numbers))
+
+
+def test_a_session_is_scored_again_as_it_was(pipe: Stack, groups: list[Group]) -> None:
+    """On the same path: the last answer of the main branch."""
+    with Client(pipe.url) as client:
+        group = next(client.trajectories("played", timeout=60))
+    [sample] = group.samples
+    length, exact = sample.scores
+    assert (len(sample.turns), length.status.value, exact.value) == (3, "scored", 0.0)
+    assert sample.reward == length.value
+    code, lines, errors = rerun(pipe, "--strict", run="played")
+    assert (code, errors) == (0, "")
+    assert sorted(agreements(lines)) == ["exact", "length"]
+    for agreement in agreements(lines).values():
+        assert (agreement["samples"], agreement["equal"], agreement["changed"]) == (1, 1, 0)
 
 
 def test_other_code_shows_what_changed(pipe: Stack, groups: list[Group]) -> None:
