@@ -13,6 +13,7 @@ from rollgrid import Client, Group, Sample
 from .conftest import MODEL_ID, Door, run_in
 
 pytestmark = [pytest.mark.clients, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).with_name("tasks") / "textarena_games.py"
 GAMES, N, CONCURRENCY = 2, 4, 8
 
@@ -68,3 +69,16 @@ def test_episodes_are_played_side_by_side(groups: list[Group]) -> None:
 
     spans = [times(sample) for group in groups for sample in group]
     assert any(a[0] < b[1] and b[0] < a[1] for a, b in itertools.combinations(spans, 2))
+
+
+def test_the_example_of_a_rollout_with_a_tool_runs(door: Door, tmp_path: Path) -> None:
+    calls = [f'<tool_call>\n{{"name": "add", "arguments": {{"a": {a}, "b": 2}}}}\n</tool_call>' for a in (1, 2)]
+    said = json.dumps({"structured_outputs": {"choice": [*calls, "It is 3.", "It is 4."]}})
+    env = {"ROLLGRID_URL": door.url, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+    lines = run_in(tmp_path, "textarena", ["python", "-m", "examples.sessions", said], env).splitlines()
+    assert [line.split()[-1] for line in lines[:-1]] == ["played"] * 16
+    with Client(door.url) as client:
+        turns = [turn for group in client.trajectories("sums", follow=False) for s in group for turn in s.turns]
+    assert {len(turn.tool_calls) for turn in turns} == {0, 1}
+    assert all(turn.reward == 0.1 for turn in turns if turn.tool_calls)
+    assert f"{sum(len(turn) for turn in turns)} tokens to train" in lines[-1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -37,6 +38,7 @@ from tests.support.stack import POLICY, Stack
 from .door import KEYS
 
 SAMPLING: dict[str, Any] = {"max_tokens": 5}
+GUIDE = Path(__file__).parents[3] / "docs" / "sessions.md"
 KEY = KEYS["acme"]
 PATIENT = Retries(budget_s=60, outage_budget_s=60)
 
@@ -248,6 +250,19 @@ def test_refusals_are_typed(client: Client) -> None:
         client.sessions.open(n=4, index=4)
     with pytest.raises(UnknownField, match="colour"):
         client.sessions.open(colour="red")  # type: ignore[call-arg]
+
+
+def test_the_guides_program_runs_as_it_stands(pipe: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.S)[0]
+    monkeypatch.setenv("ROLLGRID_URL", pipe.url)
+    monkeypatch.setenv("ROLLGRID_API_KEY", KEY)
+    names: dict[str, Any] = {}
+    exec(compile(program, str(GUIDE), "exec"), names)
+    rows = names["rows"]
+    assert rows["ok"].all()
+    assert rows["group_index"].tolist() == [0] * 4 + [1] * 4
+    assert {int(turn) for turn in np.unique(rows["turns"])} == {-1, 0, 1, 2}
+    assert names["advantages"].shape == (8,)
 
 
 def test_the_command_line_shows_the_tree_and_ends_a_session(client: Client, pipe: Stack) -> None:

@@ -1,0 +1,1 @@
+"""Multi-turn rollouts: the environment is here, sampling is not."""
