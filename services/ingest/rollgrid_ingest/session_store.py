@@ -8,7 +8,6 @@ own subject, so every replica answers the same.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -16,11 +15,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 from rollgrid_contracts import keys, subjects
-from rollgrid_contracts.episodes import ForkReason, SessionEnded, SessionForked, SessionOpened, SessionOutcome, TurnNode
+from rollgrid_contracts.episodes import ForkReason, SessionEnded, SessionForked, SessionOpened, TurnNode
 from rollgrid_contracts.failures import ErrorCode
 from rollgrid_contracts.jobs import OpenEpisode
 from rollgrid_contracts.samples import Sample, SamplesFinished
-from rollgrid_contracts.scoring import ScorerKind, next_todo
+from rollgrid_contracts.scoring import ScorerKind
 from rollgrid_runtime.bus import Bus
 from rollgrid_runtime.errors import RollgridError
 from rollgrid_runtime.logging import get_logger
@@ -31,7 +30,8 @@ from .ledger_client import LedgerClient
 from .session_episode import Episode, OpenTurn, encoded
 from .session_events import event_at
 from .session_reading import ATTEMPTS, BEHIND_S, Episodes
-from .session_refusals import busy, has_ended, over, rebuilding, same_end, same_fork, state_at_hand
+from .session_refusals import busy, has_ended, over, rebuilding, same_fork, state_at_hand
+from .session_store_ending import Endings
 from .session_store_opening import Openings
 from .settings import IngestSettings
 
@@ -61,6 +61,7 @@ class SessionStore:
         self._bus, self._ledger, self._settings, self._clock = bus, ledger, settings, clock
         self._episodes = Episodes(state, bus, ledger, settings, clock)
         self._openings = Openings(self._episodes, bus, ledger, settings, clock)
+        self._endings = Endings(self._episodes, bus, ledger, settings.publish_timeout_s, clock)
         self.schedule, self.leave = self._episodes.schedule, self._episodes.leave
 
     async def open(self, opened: SessionOpened, episode: OpenEpisode, *, fresh: bool = False) -> SessionOpened:
@@ -88,27 +89,6 @@ class SessionStore:
         event = await event_at(self._bus, node.seq)
         whole = episode.tree.own(event) if isinstance(event, SamplesFinished) else None
         return node.sample if whole is None else whole
-
-    async def group_closed(self, episode: Episode) -> bool:
-        """Whether the ledger has closed the session's group: by its deadline or a cancel, which no session is told of.
-
-        From then on no turn begins.  A ledger that is silent has not.
-        """
-        opened = episode.opened
-        if episode.closed:
-            return True
-        try:
-            status = (await self._ledger.groups(opened.tenant, [opened.group_id])).get(opened.group_id)
-            if status is None or not status.closed_seq:
-                return False
-            await self._episodes.run("CLOSED", keys.session(opened.tenant, opened.session), status.closed_seq)
-        except StateError:
-            return True
-        except RollgridError as error:
-            log.debug("close_unknown", session=opened.session, error=error.message)
-            return False
-        await self.leave(opened.tenant, opened.session)
-        return True
 
     # -- turns --------------------------------------------------------------------------------
 
@@ -335,53 +315,20 @@ class SessionStore:
         Its scorers act on a path that was closed (`leaf`), no others.  With `idle` only if nothing has happened since
         that read and no turn is open (session_busy).  Raises session_ended (in another way), QueueFull, and as `read`.
         """
-        tenant, session = ended.tenant, ended.session
-        first = await self._announce_end(ended, idle)
-        if first is not None:
-            return same_end(first, ended)
-        try:
-            ack = await self._bus.publish(
-                subjects.samples(todo_of(ended), tenant, session),
-                ended,
-                msg_id=f"{session}.ended",
-                timeout_s=self._settings.publish_timeout_s,
-            )
-        except RollgridError:
-            with contextlib.suppress(StateError):
-                await self._episodes.run("CANCEL_END", keys.session(tenant, session))
-            raise
-        if not ack.duplicate:
-            metrics.SESSIONS.labels(ended.outcome.value).inc()
-        return same_end((await self.read(tenant, session, at_least=ack.sequence)).ended, ended)
+        return await self._endings.end(ended, idle=idle)
 
-    async def _announce_end(self, ended: SessionEnded, idle: Episode | None) -> SessionEnded | None:
-        """No turn begins from here on; how it has ended if it has."""
-        tenant, session = ended.tenant, ended.session
-        how, last = ("any", "") if idle is None else ("idle", repr(idle.last_active))
-        for _ in range(ATTEMPTS):
-            episode = await self.read(tenant, session)
-            if episode.ended is not None:
-                return episode.ended
-            if episode.over(self._clock()):
-                raise has_ended(session)
-            with state_at_hand():
-                answer = await self._episodes.run("BEGIN_END", keys.session(tenant, session), self._clock(), how, last)
-            if answer[0] == b"ok":
-                return None
-            if answer[0] in (b"busy", b"moved"):
-                raise RollgridError(ErrorCode.SESSION_BUSY, f"session {session} is in use", field="session")
-        raise rebuilding("it is lost faster than it can be ended")
+    async def group_closed(self, episode: Episode) -> bool:
+        """Whether the ledger has closed the session's group: by its deadline or a cancel, which no session is told of.
+
+        From then on no turn begins.  A ledger that is silent has not.
+        """
+        return await self._endings.group_closed(episode)
 
     def _cap(self, name: str, opened: SessionOpened) -> int:
         """The session's own cap where it is lower than the deployment's."""
         own: int = getattr(opened.terms, name)
         most: int = getattr(self._settings, f"session_{name}")
         return min(own, most) if own else most
-
-
-def todo_of(ended: SessionEnded) -> ScorerKind:
-    scored = ended.outcome is SessionOutcome.CLOSED and ended.leaf is not None
-    return next_todo(ended.scorers) if scored else ScorerKind.DONE
 
 
 def moved_on(episode: Episode, node: TurnNode) -> bool:

@@ -229,7 +229,7 @@ async def test_a_session_ends_once(on: Stage) -> None:
 
 async def test_no_turn_begins_once_an_end_is_announced(on: Stage) -> None:
     opened = await on.open()
-    assert await on.a._announce_end(ending(opened), None) is None
+    assert await on.a._endings.announce(ending(opened), None) is None
     assert (await refused(on.begin(opened, by=1))).code is ErrorCode.SESSION_BUSY
     assert (await on.b.end(ending(opened))).outcome is SessionOutcome.CLOSED
     assert (await refused(on.begin(opened))).code is ErrorCode.SESSION_ENDED
@@ -237,7 +237,7 @@ async def test_no_turn_begins_once_an_end_is_announced(on: Stage) -> None:
 
 async def test_an_end_that_its_replica_never_stored_holds_nobody_for_long(on: Stage) -> None:
     opened = await on.open()
-    assert await on.a._announce_end(ending(opened), None) is None
+    assert await on.a._endings.announce(ending(opened), None) is None
     assert (await refused(on.begin(opened, by=1))).code is ErrorCode.SESSION_BUSY
     on.clock.ahead = HOLD_S + 1
     assert (await on.begin(opened, by=1)).turn == 0
