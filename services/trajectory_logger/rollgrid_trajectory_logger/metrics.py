@@ -21,7 +21,7 @@ REWARDS = Counter("rollgrid_ledger_rewards_total", "Entries of scored groups by 
 TOKENS = Counter("rollgrid_ledger_tokens_total", "Sampled tokens in terminal entries")
 QUEUE_LAG = Histogram(
     "rollgrid_ledger_queue_lag_seconds",
-    "From a group's acceptance to its close",
+    "From a group's acceptance to its close; groups of sessions last as long as their environments and are not in it",
     buckets=(0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600),
 )
 CLOSE_SECONDS = Histogram(
@@ -57,6 +57,8 @@ class Tally(NamedTuple):
     useful: int
     tokens: int
     rewards: dict[str, int]
+    played: bool = False
+    """In sessions."""
 
 
 def tally_of(closed: GroupClosed) -> Tally:
@@ -65,7 +67,8 @@ def tally_of(closed: GroupClosed) -> Tally:
     for entry in closed.entries if asked else ():
         rewards[(entry.score_status or ScoreStatus.NOT_RUN).value] += 1
     useful = sum(_is_useful(entry, asked) for entry in closed.entries)
-    return Tally(closed.created_at, useful, sum(map(_tokens, closed.entries)), dict(rewards))
+    played = closed.reasoning_history is not None
+    return Tally(closed.created_at, useful, sum(map(_tokens, closed.entries)), dict(rewards), played)
 
 
 def _is_useful(entry: Entry, asked: bool) -> bool:
@@ -82,6 +85,7 @@ def _tokens(entry: Entry) -> int:
 def count(tally: Tally, closed_at: float) -> None:
     USEFUL.inc(tally.useful)
     TOKENS.inc(tally.tokens)
-    QUEUE_LAG.observe(max(0.0, closed_at - tally.created_at))
+    if not tally.played:
+        QUEUE_LAG.observe(max(0.0, closed_at - tally.created_at))
     for status, number in tally.rewards.items():
         REWARDS.labels(status).inc(number)
