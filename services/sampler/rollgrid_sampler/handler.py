@@ -40,6 +40,8 @@ from .suspects import Suspects
 from .weights import Weights, needs_one
 
 log = get_logger(__name__)
+EXPIRED_S = 10.0
+"""A turn's end by its deadline may take so long to be recorded; else whoever asks finds it by the clock."""
 GIVE_BACK_S = 1.0
 """Undoing what was recorded of a job that is given back may take so long."""
 
@@ -97,7 +99,7 @@ class Handler:
                 async with asyncio.timeout(max(0.0, held.seconds_left())):
                     return await self._handle(held, publisher)
         except TimeoutError:
-            return Outcome.ACK  # past its deadline: the ledger writes what is missing as expired
+            return await self.expired(held)
         except asyncio.CancelledError:
             if not held.cancelled:
                 raise
@@ -188,10 +190,17 @@ class Handler:
             held, [self._outcomes.cancelled(held, index, None, time.time()) for index in held.missing]
         )
 
-    async def _unsampled(self, held: HeldJob, samples: list[Sample]) -> Outcome:
+    async def expired(self, held: HeldJob) -> Outcome:
+        """Past its deadline.  Of a group the ledger writes what is missing; a turn's session goes on and is told."""
+        if held.job.session is None or held.cancelled:
+            return Outcome.ACK
+        lost = [self._outcomes.expired(held, index, time.time()) for index in held.missing]
+        return await self._unsampled(held, lost, EXPIRED_S)
+
+    async def _unsampled(self, held: HeldJob, samples: list[Sample], within_s: float = 0.0) -> Outcome:
         publisher = self._publisher(held)
         try:
-            async with asyncio.timeout(max(0.0, held.seconds_left())):
+            async with asyncio.timeout(max(within_s, held.seconds_left())):
                 for sample in samples:
                     publisher.add(sample)
                 await publisher.finish()

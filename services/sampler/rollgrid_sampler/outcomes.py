@@ -94,6 +94,18 @@ class Outcomes:
             node=node(held.job),
         )
 
+    def expired(self, held: HeldJob, index: int, started: float) -> Sample:
+        """A turn whose deadline came first."""
+        error = ErrorInfo(
+            code=ErrorCode.EXPIRED,
+            message="the turn was not finished at its deadline",
+            boundary=Boundary.ENGINE,
+            retryable=True,
+            field="deadline_s",
+        )
+        status, reason = SampleStatus.EXPIRED, FinishReason.ABORT
+        return self.failed(held, index, error, None, started, status=status, reason=reason)
+
     def cancelled(self, held: HeldJob, index: int, seed: int | None, started: float) -> Sample:
         """A turn that its caller gave up; its session goes on."""
         error = ErrorInfo(code=ErrorCode.CANCELLED, message="the turn was cancelled", boundary=Boundary.INGEST)

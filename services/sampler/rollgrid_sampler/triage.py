@@ -93,8 +93,10 @@ class Triage:
     def first(self, held: HeldJob) -> Verdict:
         """At once, while the lane is read on."""
         job = held.job
-        if held.seconds_left() <= 0 or self.cancels.ends(job):
+        if self.cancels.ends(job):
             return Verdict.OVER
+        if held.seconds_left() <= 0:
+            return Verdict.OVER if job.session is None else Verdict.ASK
         if self.cancels.aborts(job):
             held.abort()
             return Verdict.ASK
@@ -106,8 +108,8 @@ class Triage:
 
     async def ask(self, held: HeldJob) -> Outcome | None:
         """The outcome; None = to be queued."""
-        job, given_up = held.job, False
-        if not held.aborted and not self._served(job):
+        job, given_up, late = held.job, False, held.seconds_left() <= 0
+        if not late and not held.aborted and not self._served(job):
             if not self._lost(job):
                 await self._last_chance(held)
             elif not held.private and await self._is_elsewhere(job):  # a private lane has one reader
@@ -121,6 +123,8 @@ class Triage:
             if done is None:
                 return Outcome.ACK
             held.done = done
+        if late:
+            return await self._handler.expired(held)
         if held.aborted:
             return await self._handler.aborted(held)
         if given_up:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 from rollgrid_contracts import subjects
@@ -21,7 +22,7 @@ from rollgrid_sampler.settings import Fault
 
 from .frames import check_same, listening, until
 from .stage import Stage, make_job, sampler
-from .turns import LANE, check_turn, ended, finishes, make_turn, session_of
+from .turns import LANE, LONG, check_turn, ended, finishes, make_turn, session_of
 
 SHORT = SamplingParams(max_tokens=20, ignore_eos=True)
 
@@ -141,6 +142,26 @@ async def test_a_cancelled_turn_ends_as_cancelled_and_its_session_goes_on(
     check_turn(beside, well)
     check_turn(onward, next_one)
     assert not {job.call_id for job in closed} & set(await finishes(stage))
+
+
+async def test_a_turn_that_misses_its_deadline_ends_as_expired(
+    stage: Stage, nats_settings: NatsSettings, s3: S3Settings
+) -> None:
+    """In mid-turn, and where it comes too late; of a group the ledger says so."""
+    now = time.time()
+    started, waiting = make_turn("e", 0, n=2, deadline=now + 3), make_turn("e", 0, index=1, n=2, deadline=now - 1)
+    group = make_job("g", n=1, deadline=now + 3, sampling=LONG)
+    async with sampler(nats_settings, s3, scripted_token_rate=10.0):
+        for job in (started, waiting, group):
+            await stage.submit(job)
+        late = await ended(stage, started, waiting)
+        await stage.clean()
+        await stage.clean(LANE)
+    for sample, job in zip(late, (started, waiting), strict=True):
+        assert sample.error is not None
+        assert (sample.status, sample.error.code) == (SampleStatus.EXPIRED, ErrorCode.EXPIRED)
+        assert sample.node == session_of(job).node
+    assert not await stage.samples(group.group_id)
 
 
 @pytest.mark.timeout(90)
