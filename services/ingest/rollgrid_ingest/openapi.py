@@ -109,6 +109,7 @@ def _as_json(kind: type) -> type:
         fields,
         namespace={"__doc__": kind.__doc__},
         kw_only=True,
+        rename={field.name: field.encode_name for field in msgspec.structs.fields(kind)},
         tag=config.tag,
         tag_field=config.tag_field,
         forbid_unknown_fields=config.forbid_unknown_fields,

@@ -227,7 +227,7 @@ async def get_group(request: Request, group_id: str) -> Response:
             run=status.run,
             status="open",
             n=status.n,
-            done=sorted(status.done),
+            done=sorted({*status.done, *status.ended}),
         )
         return json_response(answer, 202)
     record = await door.results.at(who.tenant, status.run, status.closed_seq)
