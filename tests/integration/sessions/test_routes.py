@@ -7,6 +7,10 @@ from typing import Any
 
 import openai
 import pytest
+from rollgrid_contracts.checkpoints import Pin
+from rollgrid_contracts.topology import PINS
+from rollgrid_runtime.bus import Bus
+from rollgrid_runtime.kv import Table
 
 from tests.support.stack import Stack
 from tests.support.waiting import wait_until
@@ -206,13 +210,23 @@ def test_i7_another_tenants_session_is_not_found(pipe: Stack) -> None:
     assert session.state()["status"] == "open"
 
 
-def test_a_pinned_session_stays_on_the_version_of_its_first_turn(pipe: Stack) -> None:
-    session = open_session(pipe, hold="pin")
-    first = session.chat([{"role": "user", "content": "hello"}])
-    second = session.chat([{"role": "user", "content": "hello"}, first.message, {"role": "user", "content": "more"}])
-    spans = [turn.raw["choices"][0]["weight_versions"] for turn in (first, second)]
-    assert {span["version"] for part in spans for span in part} == {0}
-    assert session.state()["hold"] == "pin"
+async def test_a_pinned_session_stays_on_the_version_of_its_first_turn_and_holds_it(pipe: Stack) -> None:
+    pinned, floating = open_session(pipe, hold="pin", deadline_s=600.0), open_session(pipe)
+    for session in (pinned, floating):
+        first = session.chat([{"role": "user", "content": "hello"}])
+        messages = [{"role": "user", "content": "hello"}, first.message, {"role": "user", "content": "more"}]
+        second = session.chat(messages)
+        spans = [turn.raw["choices"][0]["weight_versions"] for turn in (first, second)]
+        assert {span["version"] for part in spans for span in part} == {0}
+    bus = await Bus.connect(pipe.nats.settings(), "test", None)
+    try:
+        pins = await Table(bus, PINS, Pin).items()
+    finally:
+        await bus.close()
+    held = {key.rpartition(".")[2]: pin.value for key, pin in pins.items()}
+    assert floating.id not in held
+    assert held[pinned.id].batch_id == pinned.opened["batch_id"], "let go once its group has closed"
+    assert held[pinned.id].until > pinned.opened["deadline"]
 
 
 def test_another_policy_is_refused(pipe: Stack) -> None:
