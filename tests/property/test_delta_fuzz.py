@@ -82,7 +82,7 @@ def test_a_cut_or_a_longer_one_is_refused(codec: Codec, data: st.DataObject) -> 
     assert outcome(blob + data.draw(st.binary(min_size=1, max_size=8))) is None
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @both
 @given(data=st.data())
 def test_damage_under_a_right_digest_never_crashes(codec: Codec, data: st.DataObject) -> None:
@@ -179,6 +179,40 @@ def test_A43_another_state_of_the_base_is_seen_by_the_exponent_codec() -> None:
     other["a"].bits[5] ^= 1 << 9
     with pytest.raises(WeightsError):
         apply_delta(read_blob(BLOBS[Codec.EXPONENT]), other, copied(other))
+
+
+def test_A43_a_base_of_other_exponents_behind_the_last_change_is_seen() -> None:
+    """All symbols read well there: only the count of the class to the end of the segment is another."""
+    base, target = (state(w=("BF16", (4,), bits)) for bits in ([128, 128, 128, 128], [129, 128, 128, 128]))
+    delta = read_blob(encode_delta(base, target))
+    other = state(w=("BF16", (4,), [128, 128, 128, 256]))
+    with pytest.raises(WeightsError) as caught:
+        apply_delta(delta, other, copied(other))
+    assert caught.value.field == "base_digest"
+
+
+@both
+def test_changes_of_other_tensors_than_the_header_says_are_refused(codec: Codec) -> None:
+    def moved(header: Any) -> Any:
+        (a, b, c) = header["tensors"]
+        return header | {"tensors": [[*a[:3], a[3] + 1], [*b[:3], b[3] - 1], c]}
+
+    assert refused(with_header(BLOBS[codec], moved)).field == "a"
+
+
+@both
+def test_an_index_behind_the_end_of_a_segment_is_refused(codec: Codec) -> None:
+    """A delta of ten elements whose header says four, as the base has."""
+    base, target = state(w=("BF16", (10,), [128] * 10)), state(w=("BF16", (10,), [128] * 9 + [129]))
+
+    def shortened(header: Any) -> Any:
+        dtype, tables_, raw, [[_, changed, size]] = header["groups"][0]
+        return header | {"tensors": [["w", dtype, [4], 1]], "groups": [[dtype, tables_, raw, [[4, changed, size]]]]}
+
+    short = state(w=("BF16", (4,), [128] * 4))
+    with pytest.raises(WeightsError) as caught:
+        apply_delta(read_blob(with_header(encode_delta(base, target, codec=codec), shortened)), short, copied(short))
+    assert caught.value.field == "segments"
 
 
 def test_A43_another_version_of_the_format_is_unsupported() -> None:
