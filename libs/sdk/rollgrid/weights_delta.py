@@ -6,6 +6,7 @@ to hold can take its place as the base.  The codecs are those of `rollgrid_weigh
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import pathlib
 import sys
@@ -194,12 +195,8 @@ def _codecs() -> _Codecs:
         from rollgrid_weights.manifest import weights_digest
     except ImportError as error:
         raise ConfigurationError(f"deltas are made by rollgrid's extra `deltas`: {error}") from error
-    try:
-        import numba  # noqa: F401
-
-        codec = Codec.EXPONENT
-    except ImportError:  # the other codec needs nothing compiled, and two and a half times the bytes
-        codec = Codec.GAPS
+    # without numba the other codec, which needs nothing compiled and two and a half times the bytes
+    codec = Codec.EXPONENT if importlib.util.find_spec("numba") else Codec.GAPS
     return _Codecs(
         encode_delta, weights_digest, state_tensors, tensor_bits, file_state, WeightsError, codec, ThreadPoolExecutor
     )
