@@ -95,6 +95,21 @@ def test_a13_a_group_of_sessions_closes_once_with_an_entry_each(pipe: Stack) -> 
     assert record["metadata"] == {"task": 7}
 
 
+def test_scorers_judge_the_path_that_ends_in_the_leaf(pipe: Stack) -> None:
+    terms: dict[str, Any] = {"scorers": ["exact_match"], "task": {"answer": "never said"}, "run": "scored"}
+    session = open_session(pipe, **terms)
+    turn = session.chat([user("hello")])
+    session.close(leaf=turn.number)
+    (entry,) = session.closed_group()["entries"]
+    (score,) = entry["scores"]
+    assert (score["scorer"], score["value"]) == ("exact_match", 0.0)
+    assert entry["reward"] == 0.0
+    gone = open_session(pipe, **terms)
+    gone.http.delete(f"/v1/sessions/{gone.id}")
+    (entry,) = gone.closed_group()["entries"]
+    assert entry.get("reward") is None, "what was given up is not judged"
+
+
 def test_i2_closing_again_answers_as_the_first_close_did(pipe: Stack) -> None:
     session = open_session(pipe)
     session.chat([user("hello")])
