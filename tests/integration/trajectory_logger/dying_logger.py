@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from rollgrid_contracts.columns import DATA_PREFIX, MANIFEST_PREFIX
+from rollgrid_contracts.columns import DATA_PREFIX, MANIFEST_PREFIX, TURNS_PREFIX
 from rollgrid_contracts.topology import JOBS, SAMPLES
 from rollgrid_runtime.blobs import Blobs
 from rollgrid_runtime.bus import Bus
@@ -46,6 +46,7 @@ POINTS: dict[str, tuple[Any, str, Matches, bool]] = {
     "after a delete": (Bus, "delete_message", always, False),
     "before the object": (Blobs, "put", key_below(DATA_PREFIX), True),
     "between object and manifest": (Blobs, "put", key_below(DATA_PREFIX), False),
+    "between turns and manifest": (Blobs, "put", key_below(TURNS_PREFIX), False),
     "between manifest and acks": (Blobs, "create", key_below(MANIFEST_PREFIX), False),
 }
 

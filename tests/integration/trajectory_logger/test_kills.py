@@ -23,6 +23,7 @@ from tests.support.services import ServiceProcess, service_environment
 
 from .driver import SCORER, Driver, logger_in_process, make_job, make_sample
 from .dying_logger import POINTS
+from .episodes import Episodes
 
 pytestmark = pytest.mark.chaos
 
@@ -33,6 +34,7 @@ QUICK = {
     "ROLLGRID_TRAJECTORY_LOGGER_PURGE_MIN_BYTES": "0",
     "ROLLGRID_TRAJECTORY_LOGGER_PURGE_GRACE_S": "0",
 }
+EPISODES = 2
 ONE_NAME = {"ROLLGRID_TRAJECTORY_LOGGER_INSTANCE": "logger-1"}
 """A restarted process of the same name need not wait for its own old lease."""
 
@@ -53,13 +55,32 @@ class Story:
             for position in range(groups)
         ]
         self.sequences: list[int] = []
+        self.episodes = [Episodes(driver.bus, f"episode-{number}", n=2) for number in range(EPISODES)]
 
     async def submit(self) -> None:
         for start in range(0, len(self.jobs), 20):
             self.sequences += await self.driver.submit(self.jobs[start : start + 20])
         await self.driver.submit(self.rng.sample(self.jobs, 3))
+        for episode in self.episodes:
+            await episode.open(0, 1)
 
     async def play(self) -> None:
+        await asyncio.gather(self._play_groups(), *map(self._play_episode, self.episodes))
+
+    async def _play_episode(self, episode: Episodes) -> None:
+        """Session 0 has a branch, session 1 a turn that is under way when it ends."""
+        for turn in range(3):
+            await episode.play(0, turn, turn - 1 if turn else None)
+        await episode.fork(0, "b", 0)
+        again = await episode.dispatch(0, 3)
+        await episode.finish(0, 3, again, 0, branch="b")
+        await episode.finish(0, 3, again, 0, branch="b", attempt=2)
+        await episode.play(1, 0)
+        await episode.dispatch(1, 1)
+        await episode.end(1, reward=1.0)
+        await episode.end(0, reward=0.5)
+
+    async def _play_groups(self) -> None:
         for job, seq in zip(self.jobs, self.sequences, strict=True):
             match job.position % 5:
                 case 3:
@@ -79,8 +100,12 @@ class Story:
     def check(self, closes: list[tuple[int, GroupClosed]]) -> None:
         times = Counter(closed.group_id for _, closed in closes)
         assert set(times.values()) == {1}, "a group closed twice"
-        assert set(times) == {job.group_id for job in self.jobs}
+        assert set(times) == {job.group_id for job in self.jobs} | {episode.group for episode in self.episodes}
+        names = {episode.group for episode in self.episodes}
         for _, closed in closes:
+            if closed.group_id in names:
+                self._check_episode(closed)
+                continue
             assert [entry.sample.index for entry in closed.entries] == list(range(closed.n))
             position = closed.metadata["position"]
             wanted = {3: CloseReason.CANCELLED, 4: CloseReason.EXPIRED}.get(position % 5, CloseReason.COMPLETE)
@@ -92,11 +117,20 @@ class Story:
             if wanted is CloseReason.EXPIRED:
                 assert closed.entries[1].sample.status is SampleStatus.SUCCEEDED
 
+    def _check_episode(self, closed: GroupClosed) -> None:
+        one, two = closed.entries
+        assert (closed.reason, one.reward, two.reward) == (CloseReason.COMPLETE, 0.5, 1.0)
+        assert [(turn.turn, turn.node and turn.node.parent, turn.attempt) for turn in one.turns] == [
+            (0, None, 1), (1, 0, 1), (2, 1, 1), (3, 0, 1),
+        ]  # fmt: skip
+        assert [turn.turn for turn in two.turns] == [0]
+
     async def end(self) -> None:
         """Everything closed once, archived once under equal digests, no job left."""
-        closes = await self.driver.wait_closed(len(self.jobs), 40)
+        count = len(self.jobs) + len(self.episodes)
+        closes = await self.driver.wait_closed(count, 40)
         self.check(closes)
-        archived = await self.driver.wait_archived(len(self.jobs))
+        archived = await self.driver.wait_archived(count)
         assert archived == closes
         await self.driver.ack_lane()
         await self.driver.wait_stored(topology.JOBS.name, 0)
@@ -110,7 +144,11 @@ def logger_process(folder: Path, env: dict[str, str], name: str, **more: str) ->
 async def test_killed_at(point: str, driver: Driver, stack_env: dict[str, str], tmp_path: Path) -> None:
     story = Story(driver, 40, seed=len(point), deadline_s=3.0)
     env = service_environment("trajectory_logger", {**stack_env, **QUICK, **ONE_NAME}, 0)
-    nth = 1 if POINTS[point][1] in ("create", "_read_jobs", "_events_start") or "events" in point else 2
+    nth = (
+        1
+        if POINTS[point][1] in ("create", "_read_jobs", "_events_start") or "events" in point or "turns" in point
+        else 2
+    )
     argv = [sys.executable, "-m", "tests.integration.trajectory_logger.dying_logger", point, str(nth)]
     await story.submit()
     with Process("dying", argv, tmp_path / "dying.log", env) as dying:
