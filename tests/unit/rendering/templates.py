@@ -166,6 +166,18 @@ def _tails_behind(messages: Messages) -> str:
     return "\n" + "".join(parts) + "<|assistant|>\n"
 
 
+_AGES = """\
+{%- for m in messages %}{% set old = m.role == 'assistant' and loop.revindex > 4 %}
+{{- '<|' + m.role + '|>\\n' }}{{ BEFORE if old }}{{ m.content + '<|end|>' }}{{ BEHIND if old }}{{ '\\n' }}{% endfor %}
+{{- '<|assistant|>\\n' if add_generation_prompt }}"""
+"""Says something more of answers that have become old."""
+
+
+def _ages(before: str, behind: str) -> Kind:
+    template = _AGES.replace("BEFORE", repr(before)).replace("BEHIND", repr(behind))
+    return Kind(("<|user|>", "<|assistant|>", "<|end|>"), (), template, "<|end|>", "<|end|>", _tails_behind)
+
+
 def _plain_behind(messages: Messages) -> str:
     return "\n\n" + "".join(f"{m['role']}: {text_of(m.get('content'))}\n\n" for m in messages) + "assistant: "
 
@@ -183,6 +195,9 @@ def kind(name: str) -> Kind:
     if name in ("strips", "keeps"):
         return _hermes(_AS_QWEN3 if name == "strips" else "thought")
     return {
+        "ages-behind": _ages("", "[old]"),
+        "ages-before": _ages("<|assistant|>\n", ""),
+        "ages-thinking": _ages("<think>\n", ""),
         "llama": Kind(
             ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"), (), _LLAMA,
             "<|eot_id|>", "<|eot_id|>", _llama_behind,

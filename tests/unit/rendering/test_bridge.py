@@ -325,6 +325,25 @@ def test_templates_that_cannot_be_continued_say_so(name: str, reason: ForkReason
     assert found.detail
 
 
+@pytest.mark.parametrize(
+    ("name", "rewritten"), [("ages-behind", "step 1"), ("ages-before", "step 0"), ("ages-thinking", None)]
+)
+def test_what_a_template_adds_to_old_answers_is_a_rewriting_unless_it_is_reasoning(
+    name: str, rewritten: str | None
+) -> None:
+    played = asked(name, "yes", said("yes"))
+    for i in range(3):
+        new = [user(f"{i}?")]
+        found = played.ask(*new)
+        if i == 2 and rewritten is not None:
+            assert isinstance(found, NoBridge)
+            assert rewritten in found.detail
+            return
+        assert text_behind(played, found) == played.kind.behind(new)
+        assert isinstance(found, Bridged)
+        played.answer(new, found.observation.tolist(), played.sampled("yes"), said("yes"))
+
+
 def test_a_template_that_moves_its_tools_rewrites_history() -> None:
     played = asked("inst", "yes", said("yes"), tools=TOOLS)
     found = played.ask(user("x"))
