@@ -39,7 +39,7 @@ def open_sessions(tenant: str) -> str:
 
 
 def partial(tenant: str, call: str) -> str:
-    """What a worker has of a long turn (hash: fence, attempt, packed `Resume`); lost = sampled again."""
+    """What a worker has of a long turn (hash: fence, attempt, the prompt's digest, packed `Resume`); lost = sampled again."""
     return f"rg:partial:{{{tenant}:{call}}}"
 
 

@@ -25,6 +25,7 @@ from rollgrid_runtime.logging import bound, get_logger
 
 from . import metrics, traces
 from .admission import check, judge
+from .endings import Endings
 from .engines.base import Delta, Engine, EngineDead, Generated, GenerationRequest, OnDelta, RequestFailed, Sent
 from .generation import ConstraintLost, Generation
 from .headroom import Headroom
@@ -40,8 +41,6 @@ from .suspects import Suspects
 from .weights import Weights, needs_one
 
 log = get_logger(__name__)
-EXPIRED_S = 10.0
-"""A turn's end by its deadline may take so long to be recorded; else whoever asks finds it by the clock."""
 GIVE_BACK_S = 1.0
 """Undoing what was recorded of a job that is given back may take so long."""
 
@@ -82,6 +81,7 @@ class Handler:
         self._context = context
         self._free_seat = free_seat
         self._outcomes = Outcomes(context.weights, context.worker)
+        self.endings = Endings(context.weights, self._outcomes, self._publisher, self._answer_recorded)
         self.tokens_total = 0
         self.samples_total = 0
 
@@ -99,7 +99,7 @@ class Handler:
                 async with asyncio.timeout(max(0.0, held.seconds_left())):
                     return await self._handle(held, publisher)
         except TimeoutError:
-            return await self.expired(held)
+            return await self.endings.expired(held)
         except asyncio.CancelledError:
             if not held.cancelled:
                 raise
@@ -160,55 +160,6 @@ class Handler:
         if version is None or not needs_one(job):
             return contextlib.nullcontext()
         return self._context.weights.use(version, job)
-
-    async def unavailable(self, held: HeldJob) -> Outcome:
-        """No version that the job allows came before its deadline: what is missing fails, and may be tried again.
-
-        The version of a pinned session that is gone for good is not waited for.
-        """
-        rule, loaded = held.job.weights, [one.version for one in self._context.weights.loaded()]
-        gone = self._context.weights.lost(held.job)
-        message = f"no worker had weights for {rule.rule.value} {rule.value} in time; the last one asked has {loaded}"
-        if gone:
-            message = f"the session is pinned to version {rule.value}, which is loaded no more; loaded are {loaded}"
-        error = ErrorInfo(
-            code=ErrorCode.VERSION_GONE if gone else ErrorCode.VERSION_UNAVAILABLE,
-            message=message,
-            boundary=Boundary.WEIGHTS,
-            retryable=not gone,
-            field="weights",
-            limit=f"{rule.rule.value} {rule.value}",
-        )
-        failed = [self._outcomes.failed(held, index, error, None, time.time()) for index in held.missing]
-        return await self._unsampled(held, failed)
-
-    async def aborted(self, held: HeldJob) -> Outcome:
-        """A turn that was cancelled before it began."""
-        if held.done:
-            await self._answer_recorded(held)
-        return await self._unsampled(
-            held, [self._outcomes.cancelled(held, index, None, time.time()) for index in held.missing]
-        )
-
-    async def expired(self, held: HeldJob) -> Outcome:
-        """Past its deadline.  Of a group the ledger writes what is missing; a turn's session goes on and is told."""
-        if held.job.session is None or held.cancelled:
-            return Outcome.ACK
-        lost = [self._outcomes.expired(held, index, time.time()) for index in held.missing]
-        return await self._unsampled(held, lost, EXPIRED_S)
-
-    async def _unsampled(self, held: HeldJob, samples: list[Sample], within_s: float = 0.0) -> Outcome:
-        publisher = self._publisher(held)
-        try:
-            async with asyncio.timeout(max(within_s, held.seconds_left())):
-                for sample in samples:
-                    publisher.add(sample)
-                await publisher.finish()
-        except TimeoutError:
-            log.warning("outcome_not_recorded", group=held.job.group_id)
-        finally:
-            publisher.stop()
-        return Outcome.ACK
 
     async def _samples(self, held: HeldJob, publisher: Publisher, pin: int | None) -> Outcome:
         """All missing samples at once.  Raises EngineDead."""

@@ -139,7 +139,7 @@ class SamplerService:
             self._weights,
             LedgerDesk(bus, self.settings.ledger_timeout_s),
             suspects,
-            self._handler,
+            self._handler.endings,
             self._lease.workers,
             self._lanes.doubtful,
             self.settings.refuse_delay_s,

@@ -18,7 +18,7 @@ from rollgrid_runtime.kv import Table
 from rollgrid_runtime.logging import get_logger
 from rollgrid_runtime.pulling import Delivery
 
-from .handler import Handler
+from .endings import Endings
 from .jobs import HeldJob, Outcome, recorded_of
 from .ledger import LedgerDesk
 from .suspects import Suspects
@@ -79,13 +79,13 @@ class Triage:
         weights: Weights,
         ledger: LedgerDesk,
         suspects: Suspects,
-        handler: Handler,
+        endings: Endings,
         workers: Table[WorkerState],
         doubtful: Callable[[Delivery], bool],
         refuse_delay_s: float,
         pool: str,
     ) -> None:
-        self._weights, self._ledger, self._suspects, self._handler = weights, ledger, suspects, handler
+        self._weights, self._ledger, self._suspects, self._endings = weights, ledger, suspects, endings
         self._workers, self._pool = workers, pool
         self._doubtful, self._refuse_delay_s = doubtful, refuse_delay_s
         self.cancels = Cancels()
@@ -124,11 +124,11 @@ class Triage:
                 return Outcome.ACK
             held.done = done
         if late:
-            return await self._handler.expired(held)
+            return await self._endings.expired(held)
         if held.aborted:
-            return await self._handler.aborted(held)
+            return await self._endings.aborted(held)
         if given_up:
-            return await self._handler.unavailable(held)
+            return await self._endings.unavailable(held)
         if held.refused or (held.suspect and job.session is not None):
             held.starts = await self._starts(job.call_id)
         if held.refused:
