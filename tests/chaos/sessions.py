@@ -22,7 +22,7 @@ AT_ONCE = 12
 
 
 class Environment(NamedTuple):
-    """What one group of sessions will do, drawn before the storm.  `forks`: a second branch begins behind turn 0."""
+    """What one group of sessions will do, drawn before the storm.  `forks`: a second branch begins behind its first turn."""
 
     label: str
     n: int
@@ -75,15 +75,17 @@ class SessionPlayer:
     def play(self) -> None:
         if not self._open():
             return
-        branches = [""]
+        branches, first = [""], 0
         for number in range(self._plan.turns):
             if number == 1 and self._plan.forks:
-                body = {"from_turn": 0, "reason": "explore", "name": "b"}
+                body = {"from_turn": first, "reason": "explore", "name": "b"}
                 if self._call(f"/v1/sessions/{self.session}/fork", body, f"{self._key}-fork", (201,)) is not None:
                     branches.append("~b")
             for branch in branches:
-                if not self._turn(number, branch):
+                turn = self._turn(number, branch)
+                if turn is None:
                     return
+                first = first if number else turn  # numbers are spent by turns that died with their ingest
         self._close()
 
     def _open(self) -> bool:
@@ -110,7 +112,8 @@ class SessionPlayer:
         self._client.note(Accepted(at=now(), **who, group_ids=(self.group,), n=plan.n, deadline=deadline))
         return True
 
-    def _turn(self, number: int, branch: str) -> bool:
+    def _turn(self, number: int, branch: str) -> int | None:
+        """The number it was played under."""
         load = self._client.load
         body = {
             "observation_token_ids": [7 + (number * 31 + place) % 200 for place in range(self._plan.observation)],
@@ -120,20 +123,21 @@ class SessionPlayer:
         key = f"{self._key}-{number}{branch}"
         answer = self._call(f"/s/{self.session}{branch}/inference/v1/generate", body, key, (200,))
         if answer is None:
-            return False
+            return None
         [choice] = answer.body["choices"]
+        turn: int = answer.body["session"]["turn"]
         self._client.note(
             TurnReplied(
                 at=now(),
                 key=key,
                 group_id=self.group,
                 index=self._index,
-                turn=answer.body["session"]["turn"],
+                turn=turn,
                 token_ids=TokenIds.of(choice["token_ids"]),
                 logprobs=Floats.of([entry["logprob"] for entry in choice["logprobs"]["content"]]),
             )
         )
-        return True
+        return turn
 
     def _close(self) -> None:
         reward = self._index + 0.5
