@@ -36,7 +36,7 @@ class AsyncSession(SessionView):
     ) -> Turn:
         """As `Session.sample`."""
         call = self.turn_call(messages, token_ids, observation_token_ids, sampling, idempotency_key)
-        return await self._transport.send(call, budget_s=self._transport.retries.outage_budget_s)
+        return self.sampled(await self._transport.send(call, budget_s=self._transport.retries.outage_budget_s))
 
     async def fork(
         self,
@@ -62,8 +62,9 @@ class AsyncSession(SessionView):
         deliverables: Sequence[Mapping[str, Any]] | None = None,
     ) -> Ended:
         """As `Session.close`."""
+        by_number = session_calls.by_turn(turn_rewards, self.life.turns)
         call = self.address.closing(
-            reward=reward, turn_rewards=turn_rewards, failed=failed, detail=detail, leaf=leaf, deliverables=deliverables
+            reward=reward, turn_rewards=by_number, failed=failed, detail=detail, leaf=leaf, deliverables=deliverables
         )
         ended = await self._transport.send(call, budget_s=self._transport.retries.outage_budget_s)
         self.life.ended = True

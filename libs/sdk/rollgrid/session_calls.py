@@ -10,6 +10,7 @@ from typing import Any
 from rollgrid_contracts.episodes import MAIN_BRANCH, ForkReason
 
 from .calls import answered, keyed, segment
+from .errors import Unsendable
 from .session_answers import Ended, Forked, Opened, SessionState
 from .tasks import ScorerLike, json_body, scorer_body, weights_body
 from .transport import Call
@@ -19,7 +20,7 @@ TURN_S = 630.0
 """A turn is answered or refused within the deadline that ingest gives it (600 s unless it was said)."""
 
 TurnRewards = Mapping[int, float] | Sequence[float | None]
-"""By turn number; of a sequence the k-th is turn k's."""
+"""By turn number; of a sequence the k-th is that of the k-th turn which this process has sampled."""
 
 BUSY = frozenset({"session_busy"})
 
@@ -124,7 +125,7 @@ class Address:
         self,
         *,
         reward: float | None = None,
-        turn_rewards: TurnRewards | None = None,
+        turn_rewards: Mapping[int, float] | None = None,
         failed: bool = False,
         detail: str | None = None,
         leaf: int | None = None,
@@ -133,7 +134,7 @@ class Address:
         """Safe to repeat: the first close counts."""
         more = {
             "reward": reward,
-            "turn_rewards": by_turn(turn_rewards),
+            "turn_rewards": {str(turn): value for turn, value in turn_rewards.items()} if turn_rewards else None,
             "detail": detail,
             "leaf": leaf,
             "deliverables": None if deliverables is None else [dict(item) for item in deliverables],
@@ -146,12 +147,16 @@ class Address:
         return Call("POST", path, answered(answer), body=json_body(body), headers=keyed(key), also_retried=BUSY)
 
 
-def by_turn(rewards: TurnRewards | None) -> dict[str, float] | None:
-    """Rewards by turn number, as JSON has it; of a sequence the k-th is turn k's, None where there is none."""
-    if not rewards:
-        return None
-    items = rewards.items() if isinstance(rewards, Mapping) else enumerate(rewards)
-    return {str(int(turn)): float(value) for turn, value in items if value is not None}
+def by_turn(rewards: TurnRewards | None, sampled: Sequence[int]) -> dict[int, float]:
+    """Rewards by turn number; `sampled` are the numbers of the turns that a sequence is about.
+
+    Numbers only grow, and some may be leapt over, so that the k-th turn need not be turn k.  Raises Unsendable.
+    """
+    if rewards is None or isinstance(rewards, Mapping):
+        return {int(turn): float(value) for turn, value in (rewards or {}).items()}
+    if len(rewards) > len(sampled):
+        raise Unsendable(f"{len(rewards)} turn rewards for {len(sampled)} turns sampled here: give them by turn number")
+    return {turn: float(value) for turn, value in zip(sampled, rewards, strict=False) if value is not None}
 
 
 def _given(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -84,9 +84,10 @@ def opening(
 
 @dataclasses.dataclass
 class Life:
-    """What all views of one session share: `ended` once this process has closed it."""
+    """What all views of one session share: `ended` once this process has closed it, and the turns it has sampled."""
 
     ended: bool = False
+    turns: list[int] = dataclasses.field(default_factory=list)
 
 
 class SessionView:
@@ -158,6 +159,10 @@ class SessionView:
             key=key,
         )
 
+    def sampled(self, turn: Turn) -> Turn:
+        self.life.turns.append(turn.number)
+        return turn
+
     def branch_view(self, forked: Forked) -> tuple[Any, ...]:
         """Arguments of a view on the new branch."""
         address = Address(self.address.session, forked.branch)
@@ -202,10 +207,8 @@ class Session(SessionView):
             LimitExceeded: a cap of the session is reached (`limit` says which); it can still be closed.
             SessionEnded: it was closed, or nobody played it for `ttl_s`.
         """
-        return self._transport.send(
-            self.turn_call(messages, token_ids, observation_token_ids, sampling, idempotency_key),
-            budget_s=self._budget_s,
-        )
+        call = self.turn_call(messages, token_ids, observation_token_ids, sampling, idempotency_key)
+        return self.sampled(self._transport.send(call, budget_s=self._budget_s))
 
     @property
     def _budget_s(self) -> float:
@@ -239,13 +242,17 @@ class Session(SessionView):
         leaf: int | None = None,
         deliverables: Sequence[Mapping[str, Any]] | None = None,
     ) -> Ended:
-        """End the session, all branches of it, with rewards of your own if you have any.  Safe to repeat: the first close counts.
+        """End the session, all branches of it, with rewards of your own if you have any.  Safe to repeat.
 
-        `turn_rewards` by turn number, or in their order.  `failed` ends it as a sample that failed: no reward, and
+        `turn_rewards` by turn number, or one for each turn that was sampled here, in their order.  `failed` ends it as a sample that failed: no reward, and
         `detail` says why.  Scorers see the path that ends with turn `leaf` (default: the last of the main branch).
+
+        Raises:
+            SessionEnded: it has ended before, in another way.
         """
+        by_number = session_calls.by_turn(turn_rewards, self.life.turns)
         call = self.address.closing(
-            reward=reward, turn_rewards=turn_rewards, failed=failed, detail=detail, leaf=leaf, deliverables=deliverables
+            reward=reward, turn_rewards=by_number, failed=failed, detail=detail, leaf=leaf, deliverables=deliverables
         )
         ended = self._transport.send(call, budget_s=self._budget_s)
         self.life.ended = True

@@ -142,7 +142,8 @@ def test_a_session_left_by_an_exception_ends_as_failed(client: Client, ingest: F
 
 def test_a_session_closed_on_any_branch_is_not_closed_again(client: Client, ingest: FaultySessions) -> None:
     with client.sessions.open() as session:
-        session.fork().close(1.0, turn_rewards={0: 0.5}, leaf=0)
+        session.sample(HELLO)
+        session.fork().close(1.0, turn_rewards=[0.5], leaf=0)
     assert list(ingest.closes.values()) == [{"outcome": "closed", "reward": 1.0, "turn_rewards": {"0": 0.5}, "leaf": 0}]
     assert ingest.seen[f"POST /v1/sessions/{session.id}/close"] == 1
 
@@ -174,9 +175,11 @@ def test_a_turn_is_asked_for_in_one_way_only() -> None:
 
 
 def test_rewards_by_turn() -> None:
-    assert by_turn([0.5, None, 1]) == {"0": 0.5, "2": 1.0}
-    assert by_turn({3: 0.25}) == {"3": 0.25}
-    assert by_turn(None) is None
+    assert by_turn([0.5, None, 1], [0, 1, 77]) == {0: 0.5, 77: 1.0}  # some numbers may have been leapt over
+    assert by_turn({3: 0.25}, []) == {3: 0.25}
+    assert by_turn(None, [0]) == {}
+    with pytest.raises(Unsendable, match="2 turn rewards for 1"):
+        by_turn([0.5, 0.5], [0])
 
 
 # -- many episodes ----------------------------------------------------------------------------------
