@@ -77,6 +77,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     status: ScoreStatus | None = None
     value: float | None = None
     turn_values: tuple[float | None, ...] | None = None
+    turn_texts: tuple[str, ...] = ()
 
 
 class Row(NamedTuple):
@@ -205,7 +206,7 @@ async def _outcomes(pool: Pool, name: str, cases: Sequence[Case], *, backwards: 
     for position in reversed(positions) if backwards else positions:
         case = cases[position]
         tokens = len(case.text.split()) if case.tokens is None else case.tokens
-        item = Item(0, case.text, case.content, case.finish_reason, tokens, case.index)
+        item = Item(0, case.text, case.content, case.finish_reason, tokens, case.index, case.turn_texts)
         shared = Shared(case.prompt_text, case.messages, case.task, case.metadata)
         found[position] = (await pool.judge(name, case.params, shared, [item], case.timeout_s))[0]
     return [found[position] for position in positions]

@@ -27,6 +27,13 @@ WRONG = [
     Case(name="c", kind=Kind.FULL, text="42", task={"answer": "42"}, turn_values=(0.5,)),
 ]
 
+SESSION = [
+    Case(
+        name="two turns", kind=Kind.PARTIAL, text="bad", value=0.5, messages=({"role": "user", "content": "?"},),
+        turn_texts=("good", "bad"), turn_values=(1.0, 0.0),
+    )
+]  # fmt: skip
+
 
 def test_A36_built_in_verifiers_hold_their_fixtures_in_fresh_processes() -> None:
     reports = check_all({name: shipped(name) for name in BUILT_IN})
@@ -41,6 +48,7 @@ def test_the_kit_sees_what_is_wrong() -> None:
     cases = {f"{name}={FLAWED}:{name}": plain for name in names}
     cases[f"Sound={FLAWED}:Sound"] = CASES
     cases[f"Expected={FLAWED}:Sound"] = WRONG
+    cases["Session=tests.support.verifiers:Attentive"] = SESSION
     reports = {key.partition("=")[0]: report for key, report in check_all(cases, timeout_s=1.0).items()}
     findings = {name: " | ".join(report.findings()) for name, report in reports.items()}
     reports["Sound"].must_pass()
@@ -52,6 +60,8 @@ def test_the_kit_sees_what_is_wrong() -> None:
     assert "open brackets: verifier_error" in findings["Fragile"]
     assert "200,000 characters: verifier_timeout" in findings["Sleeping"]
     assert findings["Nameless"] == "there is no version"
+    assert reports["Session"].rows[0].problems == (), "a session's turns are its verifier's to see"
+    assert reports["Session"].rows[0].outcome.detail == "user|good/bad|1|stop"
     assert reports["Expected"].findings() == [
         "no fixture of kind malformed",
         "two fixtures are named 'b'",
