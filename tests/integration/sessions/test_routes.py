@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
@@ -15,7 +16,7 @@ from rollgrid_runtime.kv import Table
 from tests.support.stack import Stack
 from tests.support.waiting import wait_until
 
-from .door import TOOLS, Session, code_of, http, ok, open_session
+from .door import TOOLS, Turn, code_of, http, ok, open_session
 
 
 def test_a49_the_openai_sdk_plays_twenty_turns_with_tools_token_exact(pipe: Stack) -> None:
@@ -134,6 +135,36 @@ def test_what_a_turn_is_answered_with_is_told_by_its_key(pipe: Stack) -> None:
     assert session.state()["turns"] == 2
 
 
+def test_a_key_waits_for_the_turn_that_is_under_way_and_outlives_its_client(pipe: Stack) -> None:
+    session = open_session(pipe)
+    messages: list[Any] = [{"role": "user", "content": "slow"}]
+    asked: dict[str, Any] = {
+        "max_tokens": 300,
+        "extra_body": {"ignore_eos": True},
+        "extra_headers": {"Idempotency-Key": "a"},
+    }
+    with ThreadPoolExecutor(1) as beside:
+        first = beside.submit(session.chat, messages, **asked)
+        wait_until(lambda: bool(session.state()["open_turns"]), 20, "the first turn is under way")
+        # the key may not name its turn yet: then 409 with Retry-After
+        patient = session.openai().with_options(max_retries=5)
+        second = Turn(patient.chat.completions.create(model="tiny", messages=messages, **asked))
+        assert (second.number, second.tokens) == (first.result().number, first.result().tokens)
+    asked["extra_headers"] = {"Idempotency-Key": "b"}
+    messages += [second.message, {"role": "user", "content": "more"}]
+
+    def stream() -> Any:
+        return session.openai().chat.completions.create(model="tiny", messages=messages, stream=True, **asked)
+
+    left = stream()
+    next(iter(left))
+    left.close()
+    tokens = [token for chunk in stream() for token in chunk.model_dump()["choices"][0].get("token_ids") or []]
+    state = session.state(token_ids=True)
+    assert (state["turns"], state["lost_turns"]) == (2, [])
+    assert tokens == state["nodes"][1]["token_ids"]
+
+
 def test_n_over_one_is_refused_and_names_fork(pipe: Stack) -> None:
     session = open_session(pipe)
     with pytest.raises(openai.BadRequestError, match="fork") as refused:
@@ -237,11 +268,3 @@ def test_another_policy_is_refused(pipe: Stack) -> None:
 
 def _hello(**more: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, **more}
-
-
-def _play(session: Session, turns: int) -> list[Any]:
-    messages: list[Any] = [{"role": "user", "content": "hello"}]
-    for number in range(turns):
-        turn = session.chat(messages)
-        messages += [turn.message, {"role": "user", "content": f"more {number}"}]
-    return messages
