@@ -23,6 +23,8 @@ from .settings import RedisSettings
 ANSWER_S = 2.0
 """One call waits so long for Redis, reconnecting included."""
 
+CONNECTIONS = 64
+
 Argument = str | bytes | int | float
 
 
@@ -45,7 +47,7 @@ class Script:
         task = asyncio.current_task()
         cancels = task.cancelling() if task is not None else 0
         try:
-            async with asyncio.timeout(ANSWER_S):
+            async with asyncio.timeout(ANSWER_S), self._state.turn:
                 found = await self._script(keys=list(names), args=list(arguments))
         except (RedisError, OSError, TimeoutError) as error:
             raise StateError(f"Redis: {error!r}") from error
@@ -62,9 +64,11 @@ class State:
             socket_timeout=2,
             socket_connect_timeout=2,
             health_check_interval=15,
-            max_connections=64,
+            max_connections=CONNECTIONS + 1,  # one for the probe
             retry=Retry(ConstantBackoff(0.05), 2),
         )
+        self.turn = asyncio.Semaphore(CONNECTIONS)
+        """The pool refuses a call that finds every connection in use: here it waits."""
 
     def script(self, source: str) -> Script:
         """A script to call by its digest; the server is given its text when it does not know it."""

@@ -71,6 +71,12 @@ async def test_one_turn_of_a_branch_at_a_time_whoever_is_asked(on: Stage) -> Non
     assert (episode.open_turns, episode.tree.depth) == ({}, 4)
 
 
+async def test_more_requests_at_once_than_connections_wait_for_one(on: Stage) -> None:
+    opened = await on.open()
+    found, codes = await outcomes([on.a.read(TENANT, opened.session) for _ in range(300)])
+    assert (len(found), codes) == (300, {})
+
+
 async def test_branches_run_side_by_side_and_no_number_comes_twice(on: Stage) -> None:
     opened = await on.open()
     root = await on.play(opened)
