@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request, Response
 from rollgrid_contracts import ids
 from rollgrid_contracts.checkpoints import PolicyState
 from rollgrid_contracts.episodes import MAIN_BRANCH
+from rollgrid_rendering.renderer import Renderer
 from starlette.types import ASGIApp
 
 from .answers import completion_answer, generate_answer, model_card, models_answer
@@ -29,8 +30,9 @@ from .sessions_schema import ChatTurnRequest, CompletionTurnRequest, GenerateTur
 from .sse import StreamAnswer
 from .submission import Caller, Submission
 from .tools import ToolPlan
+from .translate_openai import Prompting
 from .turn_prompts import Planned
-from .turns import check_policy, no_session
+from .turns import TurnCall, check_policy, no_session
 from .wire import decode_json, unsupported
 
 T = TypeVar("T", ChatTurnRequest, CompletionTurnRequest, GenerateTurnRequest)
@@ -38,6 +40,8 @@ router = APIRouter()
 _CHAT = msgspec.json.Decoder(ChatTurnRequest)
 _COMPLETION = msgspec.json.Decoder(CompletionTurnRequest)
 _GENERATE = msgspec.json.Decoder(GenerateTurnRequest)
+PlannedBy = Callable[[Episode, str, PolicyState, ToolPlan, dict[str, Any]], Awaitable[Planned]]
+Translate = Callable[[T, Caller, Prompting], Awaitable[Submission]]
 ONE_AT_A_TIME = "a session samples one turn at a time: POST /v1/sessions/{session}/fork, and sample each branch"
 
 
@@ -49,38 +53,54 @@ def address_of(name: str) -> tuple[str, str]:
     return session, branch if tilde else MAIN_BRANCH
 
 
-async def _taken(request: Request, name: str, decoder: msgspec.json.Decoder[T]) -> tuple[Parts, T, Caller, str, str]:
+async def _taken(
+    request: Request, name: str, decoder: msgspec.json.Decoder[T]
+) -> tuple[Parts, T, Caller, tuple[str, str]]:
+    """The call's body, who makes it, and the session and branch that it is made on."""
     door, who = parts(request), principal(request, Scope.SUBMIT)
     door.refuse_while_draining()
     body = await request.body()
-    session, branch = address_of(name)
+    place = address_of(name)
     asked = decode_json(body, decoder)
     if asked.n not in (None, 1):
         raise unsupported("n", ONE_AT_A_TIME)
-    return door, asked, caller_of(request, who, body), session, branch
+    return door, asked, caller_of(request, who, body), place
 
 
-async def chat(request: Request, name: str) -> ASGIApp:
-    door, asked, caller, session, branch = await _taken(request, name, _CHAT)
+async def _begun(
+    door: Parts, asked: T, caller: Caller, place: tuple[str, str], planned_by: PlannedBy, translate: Translate[T]
+) -> tuple[Submission, TurnCall, Renderer]:
+    """The turn that is asked for, begun on its session and branch (`place`)."""
     if asked.return_token_ids is None:
         asked.return_token_ids = True
+    session, branch = place
 
     async def plan(episode: Episode, known: Planned | None) -> tuple[Submission, Planned]:
-        planned = [known] if known is not None else []
+        planned = [] if known is None else [known]
         asked.model = asked.model or episode.terms.model
 
         async def prompted(policy: PolicyState, tools: ToolPlan, variables: dict[str, Any]) -> Prompt:
             check_policy(episode, policy)
             if not planned:
-                renderer = door.catalog.renderer(policy)
-                found = await door.turn_prompts.of_chat(asked, episode, branch, policy, tools, variables, renderer)
-                planned.append(found)
+                planned.append(await planned_by(episode, branch, policy, tools, variables))
             return planned[0].prompt
 
-        return await door.translator.chat(asked, caller, prompted), planned[0]
+        return await translate(asked, caller, prompted), planned[0]
 
     submission, call = await door.turns.prepare(caller, session, branch, plan)
-    renderer = door.catalog.renderer(submission.policy)
+    return submission, call, door.catalog.renderer(submission.policy)
+
+
+async def chat(request: Request, name: str) -> ASGIApp:
+    door, asked, caller, place = await _taken(request, name, _CHAT)
+
+    async def planned(
+        episode: Episode, branch: str, policy: PolicyState, tools: ToolPlan, variables: dict[str, Any]
+    ) -> Planned:
+        renderer = door.catalog.renderer(policy)
+        return await door.turn_prompts.of_chat(asked, episode, branch, policy, tools, variables, renderer)
+
+    submission, call, renderer = await _begun(door, asked, caller, place, planned, door.translator.chat)
     if asked.stream:
         chunks = ChatChunks(asked, submission, renderer)
         exact = bool(asked.logprobs)
@@ -90,25 +110,13 @@ async def chat(request: Request, name: str) -> ASGIApp:
 
 
 async def completions(request: Request, name: str) -> ASGIApp:
-    door, asked, caller, session, branch = await _taken(request, name, _COMPLETION)
-    if asked.return_token_ids is None:
-        asked.return_token_ids = True
+    door, asked, caller, place = await _taken(request, name, _COMPLETION)
 
-    async def plan(episode: Episode, known: Planned | None) -> tuple[Submission, Planned]:
-        planned = [known] if known is not None else []
-        asked.model = asked.model or episode.terms.model
+    async def planned(episode: Episode, branch: str, policy: PolicyState, *_: object) -> Planned:
+        renderer = door.catalog.renderer(policy)
+        return await door.turn_prompts.of_completion(asked, episode, branch, policy, renderer)
 
-        async def prompted(policy: PolicyState, _: ToolPlan, __: dict[str, Any]) -> Prompt:
-            check_policy(episode, policy)
-            if not planned:
-                renderer = door.catalog.renderer(policy)
-                planned.append(await door.turn_prompts.of_completion(asked, episode, branch, policy, renderer))
-            return planned[0].prompt
-
-        return await door.translator.completion(asked, caller, prompted), planned[0]
-
-    submission, call = await door.turns.prepare(caller, session, branch, plan)
-    renderer = door.catalog.renderer(submission.policy)
+    submission, call, renderer = await _begun(door, asked, caller, place, planned, door.translator.completion)
     if asked.stream:
         chunks = CompletionChunks(asked, submission, renderer)
         exact = asked.logprobs is not None
@@ -118,26 +126,14 @@ async def completions(request: Request, name: str) -> ASGIApp:
 
 
 async def generate(request: Request, name: str) -> ASGIApp:
-    door, asked, caller, session, branch = await _taken(request, name, _GENERATE)
+    door, asked, caller, place = await _taken(request, name, _GENERATE)
     if asked.sampling_params.n not in (None, 1):
         raise unsupported("sampling_params.n", ONE_AT_A_TIME)
-    if asked.return_token_ids is None:
-        asked.return_token_ids = True
 
-    async def plan(episode: Episode, known: Planned | None) -> tuple[Submission, Planned]:
-        planned = [known] if known is not None else []
-        asked.model = asked.model or episode.terms.model
+    async def planned(episode: Episode, branch: str, policy: PolicyState, *_: object) -> Planned:
+        return await door.turn_prompts.of_generate(asked, episode, branch, policy)
 
-        async def prompted(policy: PolicyState, _: ToolPlan, __: dict[str, Any]) -> Prompt:
-            check_policy(episode, policy)
-            if not planned:
-                planned.append(await door.turn_prompts.of_generate(asked, episode, branch, policy))
-            return planned[0].prompt
-
-        return await door.translator.generate(asked, caller, prompted), planned[0]
-
-    submission, call = await door.turns.prepare(caller, session, branch, plan)
-    renderer = door.catalog.renderer(submission.policy)
+    submission, call, renderer = await _begun(door, asked, caller, place, planned, door.translator.generate)
     if asked.stream:
         chunks = GenerateChunks(asked, submission, request_id(request))
         exact = asked.sampling_params.logprobs is not None

@@ -135,8 +135,9 @@ class TurnPrompts:
             return _Found(_anew(node, messages, ForkReason.EDITED_HISTORY, why), None)
         if not matched.new_messages:
             raise invalid(f"messages end with the answer of turn {matched.turn}: nothing follows it", "messages")
+        history = [_past(one, answer) for one in tree.path(matched.turn)]
         bridged = self._bridge(renderer).extend(
-            [_past(one, answer) for one in tree.path(matched.turn)],
+            history,
             matched.new_messages,
             tools=plan.tools,
             documents=documents,
@@ -146,10 +147,8 @@ class TurnPrompts:
         )
         if isinstance(bridged, NoBridge):
             return _Found(_anew(node, messages, bridged.reason, bridged.detail), None)
-        observation = bridged.observation
-        return _Found(
-            msgspec.structs.replace(node, observation=observation, closing=bridged.closing), observation.tolist()
-        )
+        node = msgspec.structs.replace(node, observation=bridged.observation, closing=bridged.closing)
+        return _Found(node, bridged.observation.tolist())
 
     def _bridge(self, renderer: Renderer) -> Bridge:
         found = self._bridges.get(renderer.digest)
