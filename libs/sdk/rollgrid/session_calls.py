@@ -102,6 +102,7 @@ class Address:
             body=body,
             headers=keyed(key),
             read_timeout_s=wait_s,
+            also_retried=BUSY if key is not None else frozenset(),  # a named turn may be another process's
             retried_if_resent=BUSY,
         )
 

@@ -166,18 +166,23 @@ class SessionStore:
             if held.branch != branch or held.fence or held.began_at + HOLD_S > now:
                 continue
             try:
-                known = await self._ledger.caught_up(opened.tenant, [opened.group_id], within_s=1.0)
+                job = await self.open_job(episode, turn)
             except RollgridError as error:
                 log.debug("open_turn_unknown", session=opened.session, turn=turn, error=error.message)
                 return False
-            status = known.get(opened.group_id)
-            job = status.open_jobs.get(opened.index, {}).get(turn) if status is not None else None
             if job is not None:
                 await self.dispatched(opened.tenant, opened.session, turn, job)
                 return False
             await self.abandon_turn(opened.tenant, opened.session, turn)
             return True
         return False
+
+    async def open_job(self, episode: Episode, turn: int) -> int | None:
+        """RG_JOBS sequence of a turn's job that is open; None: it has ended, or was never stored.  Raises not_ready."""
+        opened = episode.opened
+        known = await self._ledger.caught_up(opened.tenant, [opened.group_id], within_s=1.0)
+        status = known.get(opened.group_id)
+        return status.open_jobs.get(opened.index, {}).get(turn) if status is not None else None
 
     def _refuse_turn(self, episode: Episode, node: TurnNode) -> None:
         tree, session = episode.tree, episode.opened.session

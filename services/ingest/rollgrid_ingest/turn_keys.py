@@ -73,11 +73,11 @@ class TurnKeys:
         if found.value.batch_id:
             return TurnKey(name, found.value, found.revision)
         if now - found.value.created_at < BEGINNING_S:
-            raise _beginning()
+            raise beginning()
         try:
             return TurnKey(name, fresh, await self._table.update(name, fresh, found.revision))
         except Conflict as error:
-            raise _beginning() from error
+            raise beginning() from error
 
     async def names(self, key: TurnKey, call_id: str, deadline: float) -> None:
         """The key stands for this turn from now on.  Raises session_busy when somebody took it over, BusError."""
@@ -85,7 +85,7 @@ class TurnKeys:
         try:
             await self._table.update(key.name, record, key.revision)
         except Conflict as error:
-            raise _beginning() from error
+            raise beginning() from error
 
     async def release(self, key: TurnKey) -> None:
         """No turn came of it: the next request begins one.  Never fails; a claim ends by itself."""
@@ -95,7 +95,7 @@ class TurnKeys:
             log.info("turn_key_not_released", error=error.message)
 
 
-def _beginning() -> RollgridError:
+def beginning() -> RollgridError:
     return RollgridError(
         ErrorCode.SESSION_BUSY,
         "the first request with this Idempotency-Key is beginning its turn",

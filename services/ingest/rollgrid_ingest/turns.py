@@ -6,6 +6,7 @@ the session's cache, and awaited by the turn's own call id.  A client that leave
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable
@@ -29,7 +30,7 @@ from .replies import Collected, Replies, refuse_failed
 from .session_episode import Episode
 from .session_store import SessionStore
 from .submission import Accepted, Caller, Submission, TurnPlace
-from .turn_keys import TurnKey, TurnKeys
+from .turn_keys import BEGINNING_S, TurnKey, TurnKeys, beginning
 from .turn_prompts import Planned
 from .wire import invalid
 
@@ -98,7 +99,12 @@ class Turns:
         turn = int(key.call_id.rpartition("-t")[2])
         record = TurnReader(self.store, caller.tenant, session, turn)
         async with self.replies.listening({key.call_id: 1}, turn=record) as collected:
-            await self.replies.wait(collected, caller.tenant, key.deadline, ask_first=True)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(0.0, key.record.created_at + BEGINNING_S - time.time())):
+                    await self.replies.wait(collected, caller.tenant, key.deadline, ask_first=True)
+            if not collected.complete.is_set():
+                await self._let_go_unless_stored(caller.tenant, session, turn, key, record)
+                await self.replies.wait(collected, caller.tenant, key.deadline, ask_first=True)
         episode = await self.store.read(caller.tenant, session)
         node = episode.tree.nodes.get(turn)
         if node is None:
@@ -109,6 +115,23 @@ class Turns:
         submission, _ = await plan(episode, Planned(place, Prompt(prompt)))
         submission = _placed(submission, episode, turn, place)
         return submission, TurnCall(self, submission, episode, time.time(), key, again=True)
+
+    async def _let_go_unless_stored(
+        self, tenant: str, session: str, turn: int, key: TurnKey, record: TurnReader
+    ) -> None:
+        """A replica that died before it stored the turn's job left its key behind: raises session_busy, and the next
+        request begins the turn anew.
+        """
+        try:
+            stored = await self.store.open_job(await self.store.read(tenant, session), turn)
+            if stored is not None or await record() is not None:
+                return
+        except RollgridError as error:  # not known: waited for
+            log.info("turn_not_looked_up", call=key.call_id, error=error.message)
+            return
+        await self.store.abandon_turn(tenant, session, turn)
+        await self.keys.release(key)
+        raise beginning()
 
 
 class TurnReader:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
+from msgspec.structs import replace
 from rollgrid import (
     AsyncClient,
     AsyncSession,
@@ -31,7 +34,13 @@ from rollgrid import (
 from rollgrid.errors import LimitExceeded, NotFound, SessionEnded, UnknownField
 from rollgrid.export import from_jsonl, to_jsonl
 from rollgrid_contracts.episodes import ForkReason
+from rollgrid_contracts.fleet import IdempotencyRecord
+from rollgrid_contracts.ids import idempotency_key
+from rollgrid_contracts.jobs import turn_call
 from rollgrid_contracts.samples import SampleStatus
+from rollgrid_contracts.topology import IDEMPOTENCY
+from rollgrid_runtime.bus import Bus
+from rollgrid_runtime.kv import Table
 
 from tests.support.stack import POLICY, Stack
 
@@ -250,6 +259,68 @@ def test_refusals_are_typed(client: Client) -> None:
         client.sessions.open(n=4, index=4)
     with pytest.raises(UnknownField, match="colour"):
         client.sessions.open(colour="red")  # type: ignore[call-arg]
+
+
+async def test_A50_a_turn_whose_replica_died_before_its_job_was_stored_is_played_by_the_retry(
+    async_client: AsyncClient, pipe: Stack
+) -> None:
+    """The key already names the turn, and no job will ever be there: the retry must not wait for it."""
+    async with await async_client.sessions.open(run="orphan", sampling=SAMPLING) as session:
+        await session.sample(token_ids=[5, 6], idempotency_key="first")
+        named = {name: idempotency_key("acme", f"{session.id}\x1f{name}") for name in ("first", "orphan")}
+        bus = await Bus.connect(pipe.nats.settings(), "test", None)
+        try:
+            table: Table[IdempotencyRecord] = Table(bus, IDEMPOTENCY, IdempotencyRecord)
+            found = await table.get(named["first"])
+            assert found is not None
+            lost = {"batch_id": turn_call(session.id, 99), "created_at": time.time() - 60, "key": "orphan"}
+            await table.create(named["orphan"], replace(found.value, **lost))
+        finally:
+            await bus.close()
+        async with asyncio.timeout(30):
+            turn = await session.sample(token_ids=[5, 6], idempotency_key="orphan")
+        again = await session.sample(token_ids=[5, 6], idempotency_key="orphan")
+        assert (turn.number, again.token_ids.tolist()) == (1, turn.token_ids.tolist())
+        assert (await session.state()).turns == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+async def test_A50_episodes_go_on_through_a_dead_ingest_and_an_empty_redis(
+    async_client: AsyncClient, pipe: Stack
+) -> None:
+    """Each fault comes in the middle of episodes: all finish, and no turn is played twice."""
+    begun = asyncio.Semaphore(0)
+
+    async def play(session: AsyncSession, task: int) -> float:
+        turn = await session.sample([says(f"task {task}")], **SAMPLING)
+        begun.release()
+        for _ in range(11):
+            later = await session.sample(observation_token_ids=[30 + task], **SAMPLING)
+            assert (later.parent, later.fork) == (turn.number, None)
+            assert later.prompt_ids.tolist() == [*whole(turn), 30 + task]
+            turn = later
+        return 1.0
+
+    async def faults() -> None:
+        for _ in range(4):
+            await begun.acquire()
+        await asyncio.to_thread(pipe.valkey.flush_all)
+        for _ in range(4):
+            await begun.acquire()
+        ingest = pipe["ingest"]
+        await asyncio.to_thread(ingest.kill)
+        await asyncio.to_thread(lambda: ingest.start().wait_ready(60))
+        await asyncio.to_thread(pipe.valkey.flush_all)
+
+    async with asyncio.TaskGroup() as both:
+        playing = both.create_task(run_episodes_async(async_client, range(4), play, n=4, concurrency=6, run="faults"))
+        both.create_task(faults())
+    groups = playing.result()
+    errors = [sample.error for group in groups for sample in group if not sample.ok]
+    assert [group.counts for group in groups] == [{"succeeded": 4}] * 4, errors
+    assert {len(sample.turns) for group in groups for sample in group} == {12}
+    assert {len(sample.paths()) for group in groups for sample in group} == {1}
 
 
 def test_the_guides_program_runs_as_it_stands(pipe: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
