@@ -55,4 +55,6 @@ TURNS = Counter("rollgrid_ingest_turns_total", "Turns of sessions begun")
 TURNS_REFUSED = Counter("rollgrid_ingest_turns_refused_total", "Turns that could not begin", ["code"])
 REBUILDS = Counter("rollgrid_ingest_session_rebuilds_total", "Folds of sessions that Redis had lost", ["outcome"])
 """`outcome`: done, overtaken, waited (for another's, in vain), failed."""
-SESSION_RACES = Counter("rollgrid_ingest_session_races_total", "Transitions that found the fold changed and began again")
+SESSION_RACES = Counter(
+    "rollgrid_ingest_session_races_total", "Transitions that found the fold changed and began again"
+)
