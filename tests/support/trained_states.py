@@ -11,12 +11,22 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-PROMPTS, GROUP = 2, 4
-PROMPT_TOKENS = 40
+
+class Batch(NamedTuple):
+    """What each step learns from; tokens of a prompt and of a completion."""
+
+    prompts: int = 2
+    group: int = 4
+    prompt: int = 40
+    completion: int = 32
+
+
+SMALL = Batch(prompts=1, group=2, prompt=8, completion=8)
+"""For tests: the step of the optimizer is what takes the time."""
 
 
 def adamw_states(
@@ -25,7 +35,7 @@ def adamw_states(
     *,
     dtype: str = "bfloat16",
     settled: bool = True,
-    sampled_tokens: int = 32,
+    batch: Batch = Batch(),  # noqa: B008
     sample_every: int = 1,
     seed: int = 0,
     threads: int = 1,
@@ -50,13 +60,13 @@ def adamw_states(
             masters[name] += _inside_the_cell(weight.detach())
     optimizer = torch.optim.AdamW(masters.values(), lr=0.0, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
     vocabulary = int(model.config.vocab_size)
-    prompts = torch.randint(3, vocabulary, (PROMPTS, PROMPT_TOKENS)).repeat_interleave(GROUP, 0)
+    prompts = torch.randint(3, vocabulary, (batch.prompts, batch.prompt)).repeat_interleave(batch.group, 0)
     yield _bits(weights)
     tokens = None
     for number, rate in enumerate(rates):
         if tokens is None or number % sample_every == 0:
-            tokens = _sample(model, prompts, sampled_tokens)
-        _loss(model, tokens).backward()
+            tokens = _sample(model, prompts, batch.completion)
+        _loss(model, tokens, batch).backward()
         _step(optimizer, rate, weights, masters)
         yield _bits(weights)
 
@@ -85,13 +95,13 @@ def _sample(model: Any, prompts: Any, count: int) -> Any:
     return tokens
 
 
-def _loss(model: Any, tokens: Any) -> Any:
+def _loss(model: Any, tokens: Any, batch: Batch) -> Any:
     import torch
 
-    rewards = torch.rand(PROMPTS, GROUP)
+    rewards = torch.rand(batch.prompts, batch.group)
     advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)
-    logits = model(input_ids=tokens).logits[:, PROMPT_TOKENS - 1 : -1].float()
-    chosen = tokens[:, PROMPT_TOKENS:]
+    logits = model(input_ids=tokens).logits[:, batch.prompt - 1 : -1].float()
+    chosen = tokens[:, batch.prompt :]
     logprobs = logits.log_softmax(-1).gather(-1, chosen[..., None])[..., 0]
     return -(advantages.reshape(-1, 1) * logprobs).mean()
 

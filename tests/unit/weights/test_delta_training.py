@@ -36,12 +36,12 @@ class Run(NamedTuple):
 
 
 def trained(model: Path, root: Path, rates: Sequence[float], dtype: str, codec: Codec, sample_every: int = 10) -> Run:
-    from tests.support.trained_states import adamw_states
+    from tests.support.trained_states import SMALL, adamw_states
 
     (root / "anchor").mkdir(parents=True)
     states = (
         snapshot(bits, NAMES[dtype])
-        for bits in adamw_states(model, list(rates), dtype=dtype, sample_every=sample_every)
+        for bits in adamw_states(model, list(rates), dtype=dtype, sample_every=sample_every, batch=SMALL)
     )
     before, deltas = next(states), list[Path]()
     write(root / "anchor" / "model.safetensors", before)
