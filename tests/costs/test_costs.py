@@ -20,6 +20,8 @@ from tests.support.waiting import wait_until
 
 BATCHES, GROUPS, N, TOKENS = 4, 200, 8, 64
 UNSCORED_TARGET, SCORED_TARGET = 2.5, 3.5
+SWEEP = {"evalsha": 4, "script|load": 2, "zrangebyscore": 1, "zcard": 1}
+"""One look for sessions that are due, every half a minute whatever the work; the first time with its scripts."""
 OWN_COMMANDS = {"info", "hello", "client|setinfo", "auth", "select", "ping"}
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
@@ -79,4 +81,4 @@ def test_no_redis_operation_outside_sessions_and_quotas(pipe: Stack) -> None:
     before = pipe.valkey.commands()
     run_batches(pipe, "redis", ["exact_match"])
     used = {name: calls - before.get(name, 0) for name, calls in pipe.valkey.commands().items()}
-    assert not {name for name, calls in used.items() if calls and name not in OWN_COMMANDS}, used
+    assert not {n for n, calls in used.items() if calls > SWEEP.get(n, 0) and n not in OWN_COMMANDS}, used

@@ -7,6 +7,7 @@ A sweeper that dies leaves its claims to be due again.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 
@@ -26,6 +27,8 @@ log = get_logger(__name__)
 CLAIM_S = 60.0
 CLAIMED = 32
 """Sessions one sweep looks at together."""
+IDLE_S = 30.0
+"""Where there was no session, Redis is asked so often; whoever opens one here sweeps from then on."""
 AGAIN_S = 5.0
 """A session that could not be ended is due again after so long."""
 
@@ -39,9 +42,15 @@ class Expiry:
         self._store, self._every_s, self._clock = store, every_s, clock
         self._claim = state.script(session_lua.CLAIM)
         self._count = state.script(session_lua.COUNT)
+        self._open = 0
 
     async def run(self) -> None:
         while True:
+            if not self._open:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(IDLE_S):
+                        await self._store.scheduled.wait()
+                self._store.scheduled.clear()
             await asyncio.sleep(self._every_s)
             try:
                 while await self.sweep() == CLAIMED:
@@ -57,7 +66,8 @@ class Expiry:
             for member in due:
                 tenant, _, session = member.decode().partition(":")
                 group.create_task(self._look_at(tenant, session))
-        metrics.SESSIONS_OPEN.set(await self._count([keys.session_expiry()]))
+        self._open = int(await self._count([keys.session_expiry()]))
+        metrics.SESSIONS_OPEN.set(self._open)
         return len(due)
 
     async def _look_at(self, tenant: str, session: str) -> None:

@@ -50,6 +50,7 @@ class Episodes:
         )
         self._recent = Recent(settings.session_cache_tokens)
         self._scripts = {name: state.script(source) for name, source in session_lua.ALL.items()}
+        self.scheduled = asyncio.Event()
 
     async def read(self, tenant: str, session: str, *, at_least: int = 0) -> Episode:
         """The session with everything the stream has of it (up to RG_SAMPLES sequence `at_least` for certain).
@@ -139,6 +140,7 @@ class Episodes:
 
     async def schedule(self, tenant: str, session: str, at: float) -> None:
         await self.run("SCHEDULE", keys.session_expiry(), f"{tenant}:{session}", at)
+        self.scheduled.set()
 
     async def leave(self, tenant: str, session: str) -> None:
         """It counts as open no longer.  Never fails: what stays is forgotten in time."""

@@ -63,6 +63,8 @@ class SessionStore:
         self._openings = Openings(self._episodes, bus, ledger, settings, clock)
         self._endings = Endings(self._episodes, bus, ledger, settings.publish_timeout_s, clock)
         self.schedule, self.leave = self._episodes.schedule, self._episodes.leave
+        self.scheduled = self._episodes.scheduled
+        """Set whenever a session is to be looked at later."""
 
     async def open(self, opened: SessionOpened, episode: OpenEpisode, *, fresh: bool = False) -> SessionOpened:
         """Open the session of a group's sample, or find it open already: what it was opened with, first in the stream.
