@@ -122,10 +122,14 @@ class OwnStack(NamedTuple):
 
 @contextlib.contextmanager
 def own_stack(model: Path, *, samplers: int = 1, policy: str = "learner") -> Iterator[OwnStack]:
-    """`rollgrid up` on the model in this folder, float32, with data of its own; stopped at the end."""
+    """`rollgrid up` on the model in this folder, float32, with data of its own; stopped at the end.
+
+    Its samplers load no version a second time to check it cold: the trainer compares every token itself.
+    """
     rollgrid = shutil.which("rollgrid") or str(Path(sys.executable).with_name("rollgrid"))
     with tempfile.TemporaryDirectory(prefix="rollgrid-trainer-") as home:
         env = {**os.environ, "ROLLGRID_HOME": home, "ROLLGRID_LOG_LEVEL": "WARNING"}
+        env["ROLLGRID_SAMPLER_COLD_CHECK_EVERY"] = "0"
         up = [rollgrid, "up", "--model", str(model), "--policy", policy, "--dtype", "float32"]
         subprocess.run([*up, "--samplers", str(samplers), "--detach"], env=env, check=True, stdout=sys.stderr)
         try:
