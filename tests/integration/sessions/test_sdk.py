@@ -310,7 +310,8 @@ async def test_A50_episodes_go_on_through_a_dead_ingest_and_an_empty_redis(
             await begun.acquire()
         ingest = pipe["ingest"]
         await asyncio.to_thread(ingest.kill)
-        await asyncio.to_thread(lambda: ingest.start().wait_ready(60))
+        ingest.start()  # here: it would end with the thread that started it
+        await asyncio.to_thread(ingest.wait_ready, 60)
         await asyncio.to_thread(pipe.valkey.flush_all)
 
     async with asyncio.TaskGroup() as both:
