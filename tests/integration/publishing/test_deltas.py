@@ -16,6 +16,7 @@ from rollgrid.weights_source import read_source
 from rollgrid_sampler.engines.script import weights_digest
 from safetensors.numpy import save_file
 
+from tests.integration.sdk.test_cli import lines_of, rollgrid
 from tests.support.stack import POLICY, Stack
 from tests.support.waiting import wait_until
 
@@ -69,6 +70,22 @@ def test_A18_deltas_are_small_and_every_token_tells_the_truth(trainer: Trainer) 
         assert trainer.publish("delta") == "delta"
         assert trainer.bytes < full / 10
         trainer.fleet.assert_truthful()
+
+
+def test_A51_the_command_line_sizes_a_refresh_beside_what_was_measured(pipe: Stack, trainer: Trainer) -> None:
+    full = trainer.bytes
+    trainer.step()
+    trainer.publish("delta")
+    done = rollgrid(pipe, "weights", "size", POLICY, "--uplink-mbit", "8", "--cadence-s", "10", "--json")
+    assert done.returncode == 0, done.stderr
+    lines = lines_of(done)
+    planned = {line["kind"]: line for line in lines if line["event"] == "planned"}
+    assert planned["full"]["upload_s"] == pytest.approx(planned["full"]["bytes"] / 1e6)
+    assert planned["full"]["bytes"] >= full > planned["delta"]["bytes"] * 10
+    assert planned["delta"]["total_s"] < planned["full"]["total_s"]
+    measured = {line["version"]: line for line in lines if line["event"] == "measured"}
+    assert measured[trainer.fleet.version]["kind"] == "delta"
+    assert 0 < measured[trainer.fleet.version]["seconds"] < 60
 
 
 def test_A60_auto_makes_an_anchor_when_the_chain_is_long_or_the_delta_large(trainer: Trainer) -> None:

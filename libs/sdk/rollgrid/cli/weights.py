@@ -12,12 +12,14 @@ import msgspec
 import typer
 
 from .output import JsonOption, UrlOption, connect, console, emit, usage_error
+from .weights_size import size
 
 if TYPE_CHECKING:
     from rollgrid.answers import Policy, Version, VersionList
     from rollgrid.weights_live import PublishedVersion
 
 app = typer.Typer(no_args_is_help=True, help="Versions of a policy's weights.")
+app.command()(size)
 
 PolicyArgument = Annotated[str, typer.Argument(help="The policy.")]
 VersionArgument = Annotated[int, typer.Argument(help="Its number; 0 is the base.", min=0)]
@@ -37,7 +39,7 @@ def publish(
     source: Annotated[
         pathlib.Path, typer.Argument(help="Folder with *.safetensors, one file, or an adapter's folder.")
     ],
-    kind: Annotated[str | None, typer.Option(help="full or lora; default what the folder holds.")] = None,
+    kind: Annotated[str | None, typer.Option(help="full, lora, delta or auto; default what the folder holds.")] = None,
     step: Annotated[int | None, typer.Option(help="Kept with the version.")] = None,
     version: Annotated[int | None, typer.Option(help="Its number; default the next free one.", min=1)] = None,
     base_version: Annotated[
@@ -200,7 +202,7 @@ def _table(found: VersionList, running: dict[int, int]) -> None:
             heading, justify="right" if heading in ("version", "on", "step", "size", "workers") else "left"
         )
     for version in found.data:
-        on = str(version.base_version) if version.kind == "lora" else ""
+        on = str(version.base_version) if version.kind in ("lora", "delta") else ""
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(version.committed_at)) if version.committed_at else ""
         cells: list[Any] = [version.version, version.kind, on, version.status, version.step, _size(version.bytes)]
         cells += [running.get(version.version, 0), when]
