@@ -19,13 +19,12 @@ from .errors import ConfigurationError, DeadlineExceeded
 from .transport import SyncTransport
 from .weights_delta import (
     ANCHOR_EVERY,
-    WORTH,
+    Anchors,
     Base,
     DeltaFile,
     Snapshot,
     Snapshots,
     delta_files,
-    deltas_since_anchor,
     snapshot_of,
 )
 from .weights_live import PublishedVersion
@@ -94,15 +93,20 @@ class Publication:
                     " memory, so there is nothing a delta could go on from: publish kind auto or full"
                 )
             return None
-        if not must and deltas_since_anchor(versions, base.version) >= self._options.get("anchor_every", ANCHOR_EVERY):
+        if must:
+            files = delta_files(base.snapshot, snapshot)
+            assert files is not None, "no bound was given"
+            return base, files
+        anchors = Anchors(versions, base.version, snapshot.bytes, self._options.get("anchor_every", ANCHOR_EVERY))
+        if anchors.due():
             return None
         try:
-            files = delta_files(base.snapshot, snapshot, share=None if must else WORTH)
+            files = delta_files(base.snapshot, snapshot, most=anchors.most)
         except ConfigurationError:
-            if must:
-                raise
             return None  # other tensors than before
-        return None if files is None else (base, files)
+        if files is None or anchors.due(sum(len(file.body) for file in files)):
+            return None
+        return base, files
 
     def _begun(self, kind: str, base_version: int | None) -> WeightsUpload:
         options = self._options
@@ -194,8 +198,8 @@ class Weights:
           need `adapter_config`, PEFT's LoraConfig or its dict.  It sits on the newest full version, or on
           `base_version`.  Tensors that share memory are written once, under the name the base has.
         - "delta" sends what has changed since the newest version that this client published and the fleet is known to
-          hold (extra `deltas`); "auto" does so where it is possible and less than half of the full bytes, with a full
-          version after every `anchor_every` (32) deltas.  Both keep the tensors in host memory for the next one.
+          hold (extra `deltas`); "auto" does so where it is possible and less than a third of the full bytes, with a full
+          version after every `anchor_every` (32) deltas and where those come to half of one.  Both keep the tensors in host memory for the next one.
         - The number is the next free one, or `version`.  `step` is kept with it.
         - `next_within_s` promises when the next version comes; `rollout` asks for canaries and the like.
         - `upload` names this publication: published again under the name, it is the same version.

@@ -17,7 +17,7 @@ import numpy as np
 
 from .answers import VersionList
 from .errors import ConfigurationError
-from .weights_source import DELTA, SHARD_BYTES, Source, is_torch
+from .weights_source import DELTA, LORA, SHARD_BYTES, Source, is_torch
 
 if TYPE_CHECKING:
     from rollgrid_contracts.checkpoints import TensorInfo
@@ -27,8 +27,6 @@ KEPT = 3
 """Versions of a policy in memory: those the fleet may not have adopted yet, and the one it surely holds."""
 ANCHOR_EVERY = 32
 """So many deltas in a row, then a full version: what a joiner has to fetch and apply at most."""
-WORTH = 0.5
-"""A delta of more than this share of the full bytes is published as a full version."""
 THREADS = 4
 _NAMES = {
     "torch.bfloat16": "BF16", "torch.float16": "F16", "torch.float32": "F32", "torch.float8_e4m3fn": "F8_E4M3",
@@ -79,13 +77,30 @@ class Snapshots:
         return Base(newest, self._held[newest])
 
 
-def deltas_since_anchor(versions: VersionList, version: int) -> int:
-    """How many deltas lead from a full version to this one."""
-    listed = {one.version: one for one in versions.data}
-    count = 0
-    while (found := listed.get(version)) is not None and found.kind == DELTA and found.base_version is not None:
-        count, version = count + 1, found.base_version
-    return count
+class Anchors:
+    """When the version after `base` is to be a full one: by the length of the chain to it, its bytes, the delta's own."""
+
+    def __init__(self, versions: VersionList, base: int, full_bytes: int, every: int) -> None:
+        codecs = _codecs()
+        self._due, self._rule = codecs.chain.anchor_due, codecs.chain.AnchorRule(every=every)
+        self._full_bytes = full_bytes
+        links = [
+            codecs.chain.Link(one.version, one.base_version if one.kind == DELTA else None, bytes=one.bytes or 0)
+            for one in versions.data
+            if one.kind != LORA and one.version
+        ]
+        try:
+            self._since = codecs.chain.resolve(links, base)
+        except codecs.WeightsError:  # what it goes on from is not listed any more
+            self._since = None
+
+    @property
+    def most(self) -> int:
+        """Bytes of a delta that is still worth it."""
+        return int(self._rule.blob_share * self._full_bytes)
+
+    def due(self, delta_bytes: int = 0) -> bool:
+        return self._due(self._since, self._full_bytes, delta_bytes, self._rule) is not None
 
 
 def snapshot_of(source: Source) -> Snapshot:
@@ -120,12 +135,12 @@ def _from_files(files: tuple[pathlib.Path, ...]) -> Iterator[tuple[str, Any]]:
         raise ConfigurationError(f"{files[0].parent}: {error.message}") from error
 
 
-def delta_files(base: Snapshot, target: Snapshot, *, share: float | None = WORTH) -> list[DeltaFile] | None:
-    """The files of a delta from `base` to `target`; None where they come to more than `share` of the full bytes.
+def delta_files(base: Snapshot, target: Snapshot, *, most: int | None = None) -> list[DeltaFile] | None:
+    """The files of a delta from `base` to `target`; None where they come to more than `most` bytes.
 
     Raises ConfigurationError when the two do not have the same tensors.
     """
-    left = None if share is None else int(share * target.bytes)
+    left = most
     found: list[DeltaFile] = []
     for number, names in enumerate(_shards(target.state), 1):
         body = delta_body(base, target, names, max_bytes=left)
@@ -182,12 +197,14 @@ class _Codecs(NamedTuple):
     WeightsError: Any
     codec: Any
     pool: Any
+    chain: Any
 
 
 def _codecs() -> _Codecs:
     try:
         from concurrent.futures import ThreadPoolExecutor
 
+        from rollgrid_weights.delta import chain
         from rollgrid_weights.delta.blob import Codec
         from rollgrid_weights.delta.encode import encode_delta
         from rollgrid_weights.delta.states import file_state, state_tensors, tensor_bits
@@ -198,7 +215,15 @@ def _codecs() -> _Codecs:
     # without numba the other codec, which needs nothing compiled and two and a half times the bytes
     codec = Codec.EXPONENT if importlib.util.find_spec("numba") else Codec.GAPS
     return _Codecs(
-        encode_delta, weights_digest, state_tensors, tensor_bits, file_state, WeightsError, codec, ThreadPoolExecutor
+        encode_delta,
+        weights_digest,
+        state_tensors,
+        tensor_bits,
+        file_state,
+        WeightsError,
+        codec,
+        ThreadPoolExecutor,
+        chain,
     )
 
 
