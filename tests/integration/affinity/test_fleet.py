@@ -120,7 +120,7 @@ async def test_turns_land_on_one_worker_and_nobody_carries_more_than_the_bound(
 ) -> None:
     """A25: over both replicas, and after Redis has lost everything."""
     names = await player.open("steady", 24)
-    await player.play(names, 4)
+    await player.play(names, 12)  # so many that one lease that a busy machine renews late is within the hundredth
     first = await player.workers(names)
     assert kept(first) > 0.99
     carried = Counter(turns[0] for turns in first.values())
