@@ -61,6 +61,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=SETTINGS.steps)
     parser.add_argument("--faults", action="store_true")
+    parser.add_argument(
+        "--calm", type=Path, help="with --faults: undisturbed runs of the same seeds, as a study leaves them"
+    )
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     options = parser.parse_args()
     settings = dataclasses.replace(SETTINGS, steps=options.steps)
@@ -69,7 +72,8 @@ def main() -> None:
     starts = [warm(dataclasses.replace(settings, seed=seed)) for seed in range(options.seeds)]
     with tempfile.TemporaryDirectory(prefix="rollgrid-base-") as folder:
         starts[0].again()[0].save(Path(folder))
-        runs, verdict = faults(starts, Path(folder)) if options.faults else parity(starts, Path(folder))
+        calm = read_runs(options.calm, starts) if options.calm else None
+        runs, verdict = faults(starts, Path(folder), calm) if options.faults else parity(starts, Path(folder))
     name = "own-trainer-faults" if options.faults else "own-trainer"
     verdict |= {
         "settings": dataclasses.asdict(settings),
@@ -150,12 +154,23 @@ def judge(runs: Runs) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def faults(starts: list[WarmStart], folder: Path) -> tuple[Runs, dict[str, Any]]:
+def read_runs(path: Path, starts: list[WarmStart]) -> list[History]:
+    """The undisturbed runs of an earlier study, which had the same seeds and settings."""
+    found = []
+    for start, run in zip(starts, json.loads(path.read_text())[FLEET], strict=True):
+        known = {name: run["settings"].get(name, value) for name, value in dataclasses.asdict(start.settings).items()}
+        if Settings(**known) != start.settings:
+            raise SystemExit(f"{path} is of other settings")
+        found.append(History.from_dict(start.settings, run))
+    return found
+
+
+def faults(starts: list[WarmStart], folder: Path, calm: list[History] | None) -> tuple[Runs, dict[str, Any]]:
     """The synchronous trainer undisturbed, and with kills and one broken publication."""
-    runs: Runs = {FLEET: [], FAULTY: []}
+    runs: Runs = {FLEET: list(calm or []), FAULTY: []}
     refusals: list[str] = []
     with own_stack(folder, samplers=2) as stack:
-        for start in starts:
+        for start in starts if calm is None else []:
             name = f"calm-{start.settings.seed}"
             runs[FLEET].append(train(start, Fleet(stack.client, stack.policy, name)))
         with kill_samplers(stack.home, KILL_EVERY_S) as kills:
