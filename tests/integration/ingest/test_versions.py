@@ -241,7 +241,8 @@ def publish(http: httpx2.Client, upload: str, files: dict[str, bytes]) -> httpx2
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"kind": "delta"}, "kind"),
+    ({"kind": "deltas"}, "kind"),
+    ({"kind": "delta"}, "base_version"),
     ({"kind": "pickle"}, "kind"),
     ({"upload": "a/b"}, "upload"),
     ({"world": 0}, "world"),
