@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from typing import Any
 
 import httpx2
@@ -53,14 +54,15 @@ class Session:
 
     def closed_group(self, wait_s: float = 20.0) -> dict[str, Any]:
         """The group's record, once it has closed."""
-        page = ok(
-            self.http.get(
-                f"/v1/runs/{self.opened['run']}/trajectories",
-                params={"cursor": self.opened["cursor"], "wait_s": wait_s},
-            )
-        )
-        (found,) = [one["group"] for one in page["groups"] if one["group"]["group_id"] == self.opened["group_id"]]
-        return dict(found)
+        cursor, deadline = self.opened["cursor"], time.monotonic() + wait_s
+        while time.monotonic() < deadline:
+            params = {"cursor": cursor, "wait_s": 5}
+            page = ok(self.http.get(f"/v1/runs/{self.opened['run']}/trajectories", params=params))
+            cursor = page["cursor"]
+            for one in page["groups"]:  # others of the run may have closed since
+                if one["group"]["group_id"] == self.opened["group_id"]:
+                    return dict(one["group"])
+        raise TimeoutError(f"{self.opened['group_id']} has not closed in {wait_s} s")
 
 
 class Turn:
