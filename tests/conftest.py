@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
+from hypothesis import settings
 from rollgrid_runtime.blobs import Blobs
 from rollgrid_runtime.bus import Bus
 from rollgrid_runtime.provision import provision
@@ -19,6 +20,9 @@ from tests.support.servers import (
     seaweed_server,
     valkey_server,
 )
+
+settings.register_profile("rollgrid", deadline=None)  # what an example takes says more of the machine than of the code
+settings.load_profile("rollgrid")
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from tests.support.stack import POLICY, Stack, scripted, stack
 from tests.support.tiny_models import TinyModel, tiny_model
+from tests.support.waiting import wait_until
 
 EOS_RATE = 0.01
 SAMPLING = {"max_tokens": 12, "temperature": 1.0}
@@ -67,13 +68,17 @@ class Fleet:
         """New samples name the last good version, and its bytes made their tokens."""
         policy = self.client.policy(POLICY)
         assert policy.desired == self.version
-        for worker in policy.workers:
-            current = [one.version for one in worker.loaded if one.current]
-            assert (current, worker.quarantined) == ([self.version], None)
+        assert [worker.quarantined for worker in policy.workers] == [None] * len(policy.workers)
+        wait_until(self._is_current, 30, f"version {self.version} for new requests of every worker")
         groups = list(self.client.submit(["x", "y"], n=2, sampling=SAMPLING, run="truth").groups(timeout=60))
         assert len(groups) == 2
         for group in groups:
             self._check(group)
+
+    def _is_current(self) -> bool:
+        """A LoRA version is loaded a moment before it is what new requests get."""
+        workers = self.client.policy(POLICY).workers
+        return all([one.version for one in worker.loaded if one.current] == [self.version] for worker in workers)
 
     def _check(self, group: Group) -> None:
         for entry in group.closed.entries:
