@@ -155,9 +155,9 @@ def judge(runs: Runs) -> dict[str, Any]:
 
 
 def read_runs(path: Path, starts: list[WarmStart]) -> list[History]:
-    """The undisturbed runs of an earlier study, which had the same seeds and settings."""
+    """The undisturbed runs of an earlier study, which had the same settings and at least these seeds."""
     found = []
-    for start, run in zip(starts, json.loads(path.read_text())[FLEET], strict=True):
+    for start, run in zip(starts, json.loads(path.read_text())[FLEET], strict=False):
         known = {name: run["settings"].get(name, value) for name, value in dataclasses.asdict(start.settings).items()}
         if Settings(**known) != start.settings:
             raise SystemExit(f"{path} is of other settings")
