@@ -1,0 +1,1 @@
+"""One fully filled example of everything that crosses a process boundary, by topic."""
