@@ -97,7 +97,7 @@ def parts(value: object) -> Iterator[object]:
 def test_every_struct_of_the_contracts_has_golden_bytes() -> None:
     seen = {type(part) for part in parts(tuple(ALL.values())) if isinstance(part, msgspec.Struct)}
     missing = {kind.__name__ for kind in contract_structs() - seen} - NOT_ON_THE_WIRE
-    assert not missing, f"add examples to tests/contract/messages.py for {sorted(missing)}"
+    assert not missing, f"add examples to tests/contract/examples for {sorted(missing)}"
 
 
 def test_every_field_is_set_in_the_full_examples() -> None:
