@@ -13,10 +13,10 @@ import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 from rollgrid_contracts import codec
-from rollgrid_contracts.columns import REWARD_COLUMNS, Kind
+from rollgrid_contracts.columns import REWARD_COLUMNS
 from rollgrid_contracts.trajectories import PostedReward, RewardsPosted
 
-from .archive_rows import TYPES, ZSTD_LEVEL, pc
+from .archive_rows import parquet_of, pc, schema_of
 
 Numbered = tuple[int, RewardsPosted]
 """A post and its RG_TRAJECTORIES sequence."""
@@ -43,24 +43,10 @@ _OF_REWARD: dict[str, Callable[[PostedReward], Any]] = {
 }
 
 
-def schema() -> pa.Schema:
-    return pa.schema([pa.field(c.name, TYPES[c.kind], c.nullable, {"about": c.about}) for c in REWARD_COLUMNS])
-
-
 def to_parquet(posts: Sequence[Numbered]) -> bytes:
-    """A Parquet file (zstd) of `posts`, one row per reward."""
+    """A Parquet file of `posts`, one row per reward."""
     rows = [row for sequence, post in posts for row in _rows(sequence, post)]
-    dictionary: Any = [column.name for column in REWARD_COLUMNS if column.kind is Kind.CATEGORY]
-    sink = pa.BufferOutputStream()
-    pq.write_table(
-        pa.Table.from_pylist(rows, schema=schema()),
-        sink,
-        compression="zstd",
-        compression_level=ZSTD_LEVEL,
-        use_dictionary=dictionary,
-        write_statistics=["sequence", "tenant", "run"],
-    )
-    return bytes(sink.getvalue().to_pybytes())
+    return parquet_of(pa.Table.from_pylist(rows, schema=schema_of(REWARD_COLUMNS)), REWARD_COLUMNS)
 
 
 def _rows(sequence: int, post: RewardsPosted) -> Iterable[dict[str, Any]]:

@@ -111,7 +111,11 @@ _OF_ENTRY: dict[str, Callable[[Entry], Any]] = {
 
 
 def schema() -> pa.Schema:
-    return pa.schema([pa.field(c.name, TYPES[c.kind], c.nullable, {"about": c.about}) for c in COLUMNS])
+    return schema_of(COLUMNS)
+
+
+def schema_of(columns: Iterable[Column]) -> pa.Schema:
+    return pa.schema([pa.field(c.name, TYPES[c.kind], c.nullable, {"about": c.about}) for c in columns])
 
 
 def to_table(groups: Sequence[Numbered]) -> pa.Table:
@@ -162,11 +166,16 @@ def from_table(table: pa.Table) -> list[Numbered]:
 
 
 def to_parquet(groups: Sequence[Numbered]) -> bytes:
-    """A Parquet file (zstd) of `groups`, one row group."""
+    """A Parquet file of `groups`."""
+    return parquet_of(to_table(groups), COLUMNS)
+
+
+def parquet_of(table: pa.Table, columns: Iterable[Column]) -> bytes:
+    """A Parquet file (zstd) of a table with these columns, one row group."""
     sink = pa.BufferOutputStream()
-    dictionary: Any = [column.name for column in COLUMNS if column.kind is Kind.CATEGORY]
+    dictionary: Any = [column.name for column in columns if column.kind is Kind.CATEGORY]
     pq.write_table(
-        to_table(groups),
+        table,
         sink,
         compression="zstd",
         compression_level=ZSTD_LEVEL,
@@ -201,11 +210,11 @@ def _repeated(values: Iterable[Any], widths: Sequence[int]) -> list[Any]:
 
 def column_array(column: Column, values: list[Any]) -> Any:
     if column.kind in _PACKED:
-        return list_array(column.kind, values)
+        return _list_array(column.kind, values)
     return pa.array(values, TYPES[column.kind])
 
 
-def list_array(kind: Kind, values: Sequence[PackedArray[Any]]) -> Any:
+def _list_array(kind: Kind, values: Sequence[PackedArray[Any]]) -> Any:
     whole = b"".join(value.packed for value in values)
     offsets = list(itertools.accumulate((len(value) for value in values), initial=0))
     inner = pa.Array.from_buffers(TYPES[kind].value_type, offsets[-1], [None, pa.py_buffer(whole)])

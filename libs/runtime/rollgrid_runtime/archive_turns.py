@@ -14,12 +14,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from rollgrid_contracts import codec
 from rollgrid_contracts.arrays import Floats, TokenIds
-from rollgrid_contracts.columns import TURN_COLUMNS, Kind
+from rollgrid_contracts.columns import TURN_COLUMNS
 from rollgrid_contracts.episodes import TurnNode
 from rollgrid_contracts.samples import Sample
 from rollgrid_contracts.trajectories import Entry, GroupClosed
 
-from .archive_rows import TYPES, ZSTD_LEVEL, Numbered, column_array, packed_column, pc
+from .archive_rows import Numbered, column_array, packed_column, parquet_of, pc, schema_of
 
 Turns = dict[tuple[int, int], tuple[Sample, ...]]
 """By RG_TRAJECTORIES sequence of the group and index of the sample."""
@@ -84,29 +84,14 @@ _OF_ROW: dict[str, Callable[[Row], Any]] = {
 }
 
 
-def schema() -> pa.Schema:
-    return pa.schema([pa.field(c.name, TYPES[c.kind], c.nullable, {"about": c.about}) for c in TURN_COLUMNS])
-
-
 def rows_of(groups: Iterable[Numbered]) -> list[Row]:
     return [Row(seq, group, entry, turn) for seq, group in groups for entry in group.entries for turn in entry.turns]
 
 
 def to_parquet(rows: Sequence[Row]) -> bytes:
-    """A Parquet file (zstd) of turns, one row group."""
+    """A Parquet file of turns."""
     arrays = [column_array(column, [_OF_ROW[column.name](row) for row in rows]) for column in TURN_COLUMNS]
-    dictionary: Any = [column.name for column in TURN_COLUMNS if column.kind is Kind.CATEGORY]
-    sink = pa.BufferOutputStream()
-    pq.write_table(
-        pa.Table.from_arrays(arrays, schema=schema()),
-        sink,
-        compression="zstd",
-        compression_level=ZSTD_LEVEL,
-        use_dictionary=dictionary,
-        write_statistics=["sequence", "tenant", "run"],
-        row_group_size=1 << 20,
-    )
-    return bytes(sink.getvalue().to_pybytes())
+    return parquet_of(pa.Table.from_arrays(arrays, schema=schema_of(TURN_COLUMNS)), TURN_COLUMNS)
 
 
 def from_parquet(data: bytes, sequences: Iterable[int]) -> Turns:
