@@ -127,7 +127,7 @@ class RewardsPosted(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tru
 
 
 class Superseded(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, tag="superseded"):
-    """A finish that lost: later in stream order than the winner, or behind a newer fence."""
+    """A finish that lost: later in stream order than the winner, or out of place in its session (`why`)."""
 
     tenant: str
     run: str

@@ -1,13 +1,12 @@
 """The tree of one session: a fold of its events in stream order.  Pure; whoever folds the same events has the same tree.
 
-First finish per turn wins.  A finish is stale when its fence is older than the newest dispatch known of that very
-turn; branches end in any order.  Whatever is at or before `events_to` changes nothing.  No cap is held here, and
-nothing is judged but what the stream says.
+First finish per turn wins, whoever made it; branches end in any order.  Whatever is at or before `events_to` changes
+nothing.  No cap is held here, and nothing is judged but what the stream says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -22,14 +21,13 @@ SessionEvent = SessionOpened | SamplesFinished | SessionForked | SessionEnded
 NOT_OPENED = "session is not open"
 OTHER = "not of this session"
 DUPLICATE = "duplicate"
-STALE = "stale fence"
 ENDED = "session has ended"
 NO_PARENT = "parent is no node"
 NO_BRANCH = "branch is unknown"
 
 
 class Tree:
-    """Folded state of one session.  `fences` maps a turn to the newest dispatch known of it (RG_JOBS sequence)."""
+    """Folded state of one session."""
 
     def __init__(self) -> None:
         self.opened: SessionOpened | None = None
@@ -38,7 +36,6 @@ class Tree:
         self.lost: dict[int, Lost] = {}
         self.forks: dict[str, SessionForked] = {}
         self.branches: dict[str, Branch] = {MAIN_BRANCH: Branch(name=MAIN_BRANCH)}
-        self.fences: dict[int, int] = {}
         self.children: dict[int | None, list[int]] = {}
         """Turns behind a turn (None: at the root), lowest first."""
         self.events_to = 0
@@ -56,12 +53,10 @@ class Tree:
         ended: SessionEnded | None = None,
         lost: Iterable[Lost] = (),
         events_to: int = 0,
-        fences: Mapping[int, int] | None = None,
     ) -> Tree:
         """The tree whose pieces these are, in whatever order they were kept.  Raises KeyError when one is missing."""
         tree = cls()
         tree.opened, tree.ended, tree.events_to = opened, ended, events_to
-        tree.fences = dict(fences or {})
         for fork in forks:
             tree._add_fork(fork)
         for node in sorted(nodes, key=lambda node: node.turn):  # a parent's number is below its child's
@@ -83,10 +78,6 @@ class Tree:
         if why is None:
             self._fold(seq, event)
         return why
-
-    def dispatched(self, turn: int, fence: int) -> None:
-        """Turn `turn` was sent as the job with RG_JOBS sequence `fence`; finishes of older ones no longer count."""
-        self.fences[turn] = max(fence, self.fences.get(turn, 0))
 
     def _counted(self, seq: int, event: SessionEvent) -> bool:
         """Whether the event at `seq`, folded before, is part of the tree."""
@@ -123,8 +114,6 @@ class Tree:
             return DUPLICATE
         if self.ended is not None:
             return ENDED
-        if fence_of(event) < self.fences.get(sample.turn, 0):
-            return STALE
         place = place_of(sample)
         if place.branch not in self.branches:
             return NO_BRANCH
@@ -138,11 +127,10 @@ class Tree:
         elif isinstance(event, SessionForked):
             self._add_fork(event)
         elif (sample := self.own(event)) is not None:
-            self._finish(seq, sample, fence_of(event))
+            self._finish(seq, sample)
 
-    def _finish(self, seq: int, sample: Sample, fence: int) -> None:
+    def _finish(self, seq: int, sample: Sample) -> None:
         turn = sample.turn
-        self.dispatched(turn, fence)
         if counts(sample):
             self._add_node(Node(turn=turn, seq=seq, sample=sample))
             return
@@ -192,8 +180,8 @@ class Tree:
 
     @property
     def next_turn(self) -> int:
-        """The lowest number above every turn that is known, be it only as dispatched."""
-        return max((*self.nodes, *self.lost, *self.fences), default=-1) + 1
+        """The lowest number above every turn that has ended."""
+        return max((*self.nodes, *self.lost), default=-1) + 1
 
     @property
     def depth(self) -> int:
@@ -229,8 +217,3 @@ class Tree:
             found += node.node.messages
             found.append(answer_of(node.sample))
         return tuple(found)
-
-
-def fence_of(event: SamplesFinished) -> int:
-    """The RG_JOBS sequence of the dispatch that this finish belongs to."""
-    return event.fence or event.job_seq

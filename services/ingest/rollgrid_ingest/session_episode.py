@@ -22,7 +22,7 @@ from .session_events import Recorded
 class OpenTurn(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """A turn that was begun and has not ended.
 
-    `token` names the call that began it; `fence` is its RG_JOBS sequence, 0 until it is known to be stored.
+    `token` names the call that began it; `job_seq` is its RG_JOBS sequence, 0 until it is known to be stored.
     """
 
     deadline: float
@@ -30,7 +30,7 @@ class OpenTurn(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     parent: int | None = None
     token: str = ""
     began_at: float = 0.0
-    fence: int = 0
+    job_seq: int = 0
 
 
 def encoded(turn: OpenTurn) -> bytes:
@@ -131,8 +131,8 @@ def episode_of(fields: Mapping[str, bytes], known: Episode | None) -> Episode:
             forks[fork.branch] = fork
         elif kind == "o":
             turn = codec.decode(value, OpenTurn, codec.JSON)
-            fence = int(fields.get(f"d:{rest}", turn.fence))
-            open_turns[int(rest)] = msgspec.structs.replace(turn, fence=fence)
+            job_seq = int(fields.get(f"d:{rest}", turn.job_seq))
+            open_turns[int(rest)] = msgspec.structs.replace(turn, job_seq=job_seq)
     opened = codec.decode(fields["opened"], SessionOpened)
     ended = codec.decode(fields["ended"], SessionEnded) if "ended" in fields else None
     tree = Tree.restore(

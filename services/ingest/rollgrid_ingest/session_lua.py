@@ -111,10 +111,9 @@ return {'ok', turn}
 )
 
 DISPATCHED = """
--- ARGV: turn, fence.
+-- ARGV: turn, RG_JOBS sequence.
 if redis.call('HEXISTS', KEYS[1], 'o:' .. ARGV[1]) == 0 then return 'gone' end
-local known = redis.call('HGET', KEYS[1], 'd:' .. ARGV[1])
-if not known or tonumber(known) < tonumber(ARGV[2]) then redis.call('HSET', KEYS[1], 'd:' .. ARGV[1], ARGV[2]) end
+redis.call('HSET', KEYS[1], 'd:' .. ARGV[1], ARGV[2])
 return 'ok'
 """
 

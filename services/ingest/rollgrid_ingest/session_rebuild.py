@@ -118,7 +118,7 @@ class Rebuilder:
 
 def _open_turn(job: SampleGroup, seq: int) -> OpenTurn:
     node = job.session.node if job.session is not None else TurnNode()
-    return OpenTurn(deadline=job.deadline, branch=node.branch, parent=node.parent, began_at=job.created_at, fence=seq)
+    return OpenTurn(deadline=job.deadline, branch=node.branch, parent=node.parent, began_at=job.created_at, job_seq=seq)
 
 
 def new_fields(tree: Tree, events: list[Recorded], next_turn: int) -> Fields:

@@ -165,7 +165,7 @@ class SessionStore:
         """Whether what holds the branch was a turn that nobody will sample: its replica died before it stored the job."""
         opened, now = episode.opened, self._clock()
         for turn, held in episode.live_turns(now).items():
-            if held.branch != branch or held.fence or held.began_at + HOLD_S > now:
+            if held.branch != branch or held.job_seq or held.began_at + HOLD_S > now:
                 continue
             try:
                 job = await self.open_job(episode, turn)
@@ -209,13 +209,13 @@ class SessionStore:
             cap = self._cap("max_turns", episode.opened)
             raise over("max_turns", cap, f"the session has {cap} turns")
 
-    async def dispatched(self, tenant: str, session: str, turn: int, fence: int) -> None:
-        """The turn was stored as RG_JOBS sequence `fence`: finishes of older dispatches of it are stale.
+    async def dispatched(self, tenant: str, session: str, turn: int, job_seq: int) -> None:
+        """The turn was stored as RG_JOBS sequence `job_seq`: it holds its branch until it has ended.
 
         Never fails: the job is durable, and what Redis loses of it the ledger knows.
         """
         try:
-            await self._episodes.run("DISPATCHED", keys.session(tenant, session), turn, fence)
+            await self._episodes.run("DISPATCHED", keys.session(tenant, session), turn, job_seq)
         except StateError as error:
             log.warning("dispatch_not_noted", session=session, turn=turn, error=error.message)
 

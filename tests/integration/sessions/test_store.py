@@ -174,7 +174,7 @@ async def test_a_turn_that_was_stored_by_a_replica_that_died_then_keeps_its_bran
         client.hdel(keys.session(TENANT, opened.session), f"d:{begun.turn}")
     on.clock.ahead = HOLD_S + 1
     assert (await refused(on.begin(opened, by=1))).code is ErrorCode.SESSION_BUSY
-    assert (await on.b.read(TENANT, opened.session)).open_turns[begun.turn].fence == seq
+    assert (await on.b.read(TENANT, opened.session)).open_turns[begun.turn].job_seq == seq
     await store_finish(on.bus, finish_of(job, seq))
     assert (await on.begin(opened, TurnNode(parent=begun.turn), by=1)).turn == begun.turn + 1
 

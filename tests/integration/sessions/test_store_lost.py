@@ -69,7 +69,7 @@ async def test_emptied_after_every_step_the_fold_is_that_of_the_stream(on: Stage
             await emptied(0)
             # the turn is still under way, on its branch and until its deadline, and on no other
             held = (await on.b.read(TENANT, opened.session)).open_turns
-            assert {turn: (one.branch, one.deadline, one.fence) for turn, one in held.items()} == {
+            assert {turn: (one.branch, one.deadline, one.job_seq) for turn, one in held.items()} == {
                 begun.turn: (branch, job.deadline, seq)
             }
             with pytest.raises(RollgridError) as caught:

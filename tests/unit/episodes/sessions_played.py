@@ -51,11 +51,11 @@ def sample(turn: int, node: TurnNode, ids: list[int], **more: Any) -> Sample:
     return Sample(index=2, turn=turn, node=node, token_ids=TokenIds.of(ids), **{**fields, **more})
 
 
-def finished(*samples: Sample, fence: int = 1, group: str = "g1", session: str = "s1") -> SamplesFinished:
+def finished(*samples: Sample, job_seq: int = 1, group: str = "g1", session: str = "s1") -> SamplesFinished:
     first = samples[0]
     place = Session(session=session, turn=first.turn, node=first.node or TurnNode())
     return SamplesFinished(
-        tenant="acme", run="r1", batch_id="b1", group_id=group, n=4, policy="p", job_seq=fence, session=place,
+        tenant="acme", run="r1", batch_id="b1", group_id=group, n=4, policy="p", job_seq=job_seq, session=place,
         samples=samples,
     )  # fmt: skip
 
@@ -138,9 +138,9 @@ def _turn(rng: random.Random, found: Played, number: int) -> None:
     node = TurnNode(parent=parent, branch=branch, messages=messages, observation=TokenIds.of(_ids(rng)))
     status = rng.choice([SampleStatus.SUCCEEDED] * 9 + _FAILED)
     made = sample(number, node, _ids(rng), status=status, text=rng.choice(_TEXTS), parsed=rng.choice(_PARSED))
-    found.add(finished(made, fence=7))
+    found.add(finished(made, job_seq=7))
     other = sample(number, node, [5], text="late")
-    found.late += [finished(other, fence=7), finished(other, fence=3)]
+    found.late += [finished(other, job_seq=7), finished(other, job_seq=3)]
     if status is SampleStatus.SUCCEEDED:
         found.winners[number] = made
         found.branches[branch] = number

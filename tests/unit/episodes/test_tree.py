@@ -18,7 +18,7 @@ from .sessions_played import Played, ended, finished, folded, forked, opened, pl
 
 def state(tree: Tree) -> object:
     return (
-        tree.opened, tree.ended, tree.nodes, tree.lost, tree.forks, tree.branches, tree.fences, tree.children,
+        tree.opened, tree.ended, tree.nodes, tree.lost, tree.forks, tree.branches, tree.children,
         tree.events_to, tree.tokens, tree.depth, tree.next_turn, tree.leaves(),
     )  # fmt: skip
 
@@ -86,7 +86,6 @@ def test_i6_a_tree_restored_from_its_pieces_in_any_order_goes_on_the_same(world:
         ended=tree.ended,
         lost=[decode(encode(lost), Lost) for lost in tree.lost.values()],
         events_to=tree.events_to,
-        fences=tree.fences,
     )
     assert state(restored) == state(tree)
     for seq, event in world.events[cut:]:
@@ -120,18 +119,14 @@ def test_branches_end_in_any_order(data: st.DataObject) -> None:
     assert (tree.branches, tree.leaves(), tree.children) == (plain.branches, plain.leaves(), plain.children)
 
 
-def test_i6_a_finish_behind_a_newer_dispatch_of_its_turn_is_stale_that_of_another_turn_is_not() -> None:
+def test_i6_the_first_finish_of_a_turn_in_the_stream_counts_whichever_job_it_is_of() -> None:
     tree = folded(forked("left", None), forked("right", None))
-    tree.dispatched(0, 50)
-    tree.dispatched(1, 40)
-    tree.dispatched(0, 60)
+    assert tree.apply(11, finished(turn(1, branch="right"), job_seq=60)) is None
     assert tree.next_turn == 2
-    assert tree.apply(10, finished(turn(0, branch="left"), fence=50)) == "stale fence"
-    assert tree.apply(11, finished(turn(1, branch="right"), fence=40)) is None
-    assert tree.apply(12, finished(turn(0, branch="left"), fence=60)) is None
-    assert tree.apply(13, finished(turn(0, branch="left"), fence=70)) == "duplicate"
-    assert tree.nodes[0].seq == 12
-    assert tree.fences == {0: 60, 1: 40}
+    assert tree.apply(12, finished(turn(0, branch="left"), job_seq=50)) is None
+    assert tree.apply(13, finished(turn(0, branch="left"), job_seq=70)) == "duplicate"
+    assert tree.apply(14, finished(turn(1, branch="right"), job_seq=40)) == "duplicate"
+    assert {number: node.seq for number, node in tree.nodes.items()} == {0: 12, 1: 11}
 
 
 def test_events_of_others_and_events_out_of_place_are_superseded_each_with_its_reason() -> None:
