@@ -69,7 +69,7 @@ class Episodes:
             elif caught_up.at >= at_least:
                 return caught_up
             else:  # a replica of the stream that is behind answered
-                await asyncio.sleep(0.05)
+                await asyncio.sleep(BEHIND_S)
         raise rebuilding("it changes faster than it can be read")
 
     async def load(self, tenant: str, session: str) -> Episode | None:

@@ -7,7 +7,6 @@ own subject, so every replica answers the same.
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -29,7 +28,7 @@ from . import metrics
 from .ledger_client import LedgerClient
 from .session_episode import Episode, OpenTurn, encoded
 from .session_events import event_at
-from .session_reading import ATTEMPTS, BEHIND_S, Episodes
+from .session_reading import ATTEMPTS, Episodes
 from .session_refusals import busy, has_ended, over, rebuilding, same_fork, state_at_hand
 from .session_store_ending import Endings
 from .session_store_opening import Openings
@@ -225,21 +224,6 @@ class SessionStore:
             await self._episodes.run("ABANDON", keys.session(tenant, session), turn)
         except StateError as error:
             log.warning("turn_not_abandoned", session=session, turn=turn, error=error.message)
-
-    async def finish_turn(self, tenant: str, session: str, turn: int) -> Episode | None:
-        """After the turn's answer came: fold what the stream has now, the turn's finish included.
-
-        Never fails, the answer is there; None when the fold could not be read: the next read folds it.
-        """
-        try:
-            for _ in range(ATTEMPTS):
-                episode = await self.read(tenant, session)
-                if turn in episode.tree.nodes or turn in episode.tree.lost or episode.ended is not None:
-                    return episode
-                await asyncio.sleep(BEHIND_S)
-        except RollgridError as error:
-            log.warning("finish_not_folded", session=session, turn=turn, error=error.message)
-        return None
 
     # -- forks and ends -----------------------------------------------------------------------
 

@@ -94,8 +94,9 @@ class Stage:
         """A whole turn; its number."""
         begun = await self.begin(opened, node, by=by)
         job, seq = await self.dispatch(opened, begun, by=by)
-        await store_finish(self.bus, finish_of(job, seq, **sample))
-        assert await self.replicas[by].store.finish_turn(TENANT, opened.session, begun.turn) is not None
+        at = await store_finish(self.bus, finish_of(job, seq, **sample))
+        tree = (await self.replicas[by].store.read(TENANT, opened.session, at_least=at)).tree
+        assert begun.turn in tree.nodes or begun.turn in tree.lost
         return begun.turn
 
     async def checked(self, opened: SessionOpened, *, by: int = 0) -> Episode:

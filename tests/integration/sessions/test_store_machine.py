@@ -99,14 +99,15 @@ class Play(RuleBasedStateMachine):
         turn = data.draw(st.sampled_from(sorted(self.under_way)), label="turn")
         job, seq = self.under_way.pop(turn)
         failed: dict[str, Any] = {} if status is SampleStatus.SUCCEEDED else {"token_ids": TokenIds()}
-        self.do(store_finish(self.on.bus, finish_of(job, seq, status=status, **failed)))
+        at = self.do(store_finish(self.on.bus, finish_of(job, seq, status=status, **failed)))
         self.done.append((job, seq))
         assert job.session is not None
         if status is SampleStatus.SUCCEEDED and self.ended is None:
             self.nodes.add(turn)
             self.heads[job.session.node.branch] = turn
         if folds:
-            assert self.do(self.on.replicas[by].store.finish_turn(TENANT, self.opened.session, turn)) is not None
+            episode = self.do(self.on.replicas[by].store.read(TENANT, self.opened.session, at_least=at))
+            assert turn in episode.tree.nodes or turn in episode.tree.lost or episode.ended is not None
 
     @precondition(lambda self: self.done)
     @rule(data=st.data())
