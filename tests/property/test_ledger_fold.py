@@ -222,6 +222,40 @@ class Run:
         else:  # killed between the append and what follows it
             self.begin(self.ledger.epoch + 1)
 
+    def play(self, steps: list[str]) -> None:
+        """Reads of jobs (j) and events (e), closes (c), take-overs (t)."""
+        for step in steps:
+            match step:
+                case "j":
+                    self.read_job()
+                case "e":
+                    self.read_event()
+                case "c":
+                    self.append()
+                case "t":
+                    self.begin(self.ledger.epoch + 1)
+
+    def forget_what_is_not_needed(self, cut: float) -> None:
+        """All jobs and a part of the events, then a take-over that finds no event below `need`."""
+        for _ in self.world.jobs:
+            self.read_job()
+        for _ in range(int(len(self.world.events) * cut)):
+            self.read_event()
+            if self.rng.random() < 0.5:
+                self.append()
+        need = self.ledger.need()
+        kept = [(seq, event) for seq, event in self.world.events if seq >= need]
+        self.world = World(jobs=self.world.jobs, events=kept)
+        self.begin(self.ledger.epoch + 1)
+
+    def check_batches(self) -> None:
+        closes = list(self.records.values())
+        for batch_id in {closed.batch_id for closed in closes}:
+            mine = [closed for closed in closes if closed.batch_id == batch_id]
+            batch = self.ledger.index.batches[batch_id]
+            assert (batch.closed, len(batch.open)) == (len(mine), 0)
+            assert batch.samples == batch.finished == sum(batch.counts) == sum(closed.n for closed in mine)
+
     def finish(self) -> None:
         for _ in self.world.jobs:
             self.read_job()
@@ -245,16 +279,7 @@ def test_every_group_closes_once_as_the_event_order_says(seed: int, steps: list[
     rng = random.Random(seed)
     world = make_world(rng)
     run = Run(world, rng)
-    for step in steps:
-        match step:
-            case "j":
-                run.read_job()
-            case "e":
-                run.read_event()
-            case "c":
-                run.append()
-            case "t":
-                run.begin(run.ledger.epoch + 1)
+    run.play(steps)
     run.finish()
     assert {group_id: told(closed) for group_id, closed in run.records.items()} == expected(world)
     assert run.ledger.open == {}
@@ -271,16 +296,7 @@ def test_a_refold_needs_only_what_need_says(seed: int, cut: float) -> None:
     rng = random.Random(seed)
     world = make_world(rng)
     run = Run(world, rng)
-    for _ in world.jobs:
-        run.read_job()
-    for _ in range(int(len(world.events) * cut)):
-        run.read_event()
-        if rng.random() < 0.5:
-            run.append()
-    need = run.ledger.need()
-    kept = World(jobs=world.jobs, events=[(seq, event) for seq, event in world.events if seq >= need])
-    run.world = kept
-    run.begin(run.ledger.epoch + 1)
+    run.forget_what_is_not_needed(cut)
     run.finish()
     assert {group_id: told(closed) for group_id, closed in run.records.items()} == expected(world)
 
@@ -292,9 +308,4 @@ def test_batch_counts_add_up(seed: int) -> None:
     world = make_world(rng)
     run = Run(world, rng)
     run.finish()
-    closes = list(run.records.values())
-    for batch_id in {closed.batch_id for closed in closes}:
-        mine = [closed for closed in closes if closed.batch_id == batch_id]
-        batch = run.ledger.index.batches[batch_id]
-        assert (batch.closed, len(batch.open)) == (len(mine), 0)
-        assert batch.samples == batch.finished == sum(batch.counts) == sum(closed.n for closed in mine)
+    run.check_batches()

@@ -288,26 +288,13 @@ class SessionRun(Run):
         return False
 
 
-def play(run: Run, steps: list[str]) -> None:
-    for step in steps:
-        match step:
-            case "j":
-                run.read_job()
-            case "e":
-                run.read_event()
-            case "c":
-                run.append()
-            case "t":
-                run.begin(run.ledger.epoch + 1)
-
-
 @settings(max_examples=300, deadline=None)
 @given(seed=st.integers(0, 2**32), steps=st.lists(st.sampled_from("jjjeeeecct"), max_size=60))
 def test_i1_i5_i6_every_group_of_sessions_closes_once_as_the_event_order_says(seed: int, steps: list[str]) -> None:
     rng = random.Random(seed)
     world = Maker(rng).make()
     run = SessionRun(world, rng)
-    play(run, steps)
+    run.play(steps)
     run.finish()
     assert {group_id: told(closed) for group_id, closed in run.records.items()} == expected(world)
     assert run.ledger.open == {}
@@ -323,15 +310,7 @@ def test_nothing_that_a_refold_of_sessions_needs_is_below_need(seed: int, cut: f
     rng = random.Random(seed)
     world = Maker(rng).make()
     run = SessionRun(world, rng)
-    for _ in world.jobs:
-        run.read_job()
-    for _ in range(int(len(world.events) * cut)):
-        run.read_event()
-        if rng.random() < 0.5:
-            run.append()
-    need = run.ledger.need()
-    run.world = World(jobs=world.jobs, events=[(seq, event) for seq, event in world.events if seq >= need])
-    run.begin(run.ledger.epoch + 1)
+    run.forget_what_is_not_needed(cut)
     run.finish()
     assert {group_id: told(closed) for group_id, closed in run.records.items()} == expected(world)
 
@@ -342,9 +321,4 @@ def test_batch_counts_of_sessions_add_up(seed: int) -> None:
     rng = random.Random(seed)
     run = SessionRun(Maker(rng).make(), rng)
     run.finish()
-    closes = list(run.records.values())
-    for batch_id in {closed.batch_id for closed in closes}:
-        mine = [closed for closed in closes if closed.batch_id == batch_id]
-        batch = run.ledger.index.batches[batch_id]
-        assert (batch.closed, len(batch.open)) == (len(mine), 0)
-        assert batch.samples == batch.finished == sum(batch.counts) == sum(closed.n for closed in mine)
+    run.check_batches()
