@@ -22,15 +22,14 @@ from rollgrid_contracts.episodes import (
 from rollgrid_contracts.jobs import OpenEpisode, Session
 from rollgrid_contracts.samples import FinishReason, Sample, SamplesFinished, SampleStatus
 from rollgrid_contracts.scoring import SamplesScored, ScorerKind, ScorerSpec, next_todo
-from rollgrid_runtime.blobs import Blobs
 from rollgrid_runtime.bus import Bus
 
-from tests.support.servers import SeaweedServer, nats_server, new_bucket
-from tests.support.services import run_service
+from tests.support.servers import SeaweedServer
 from tests.support.waiting import until
 from tests.support.webhook_server import webhook_server
 
-from .test_webhooks import Pipe, webhook
+from .pipe import Pipe, scorer_pipe
+from .test_webhooks import webhook
 
 ROOT = str(Path(__file__).resolve().parents[3])
 TENANT = "acme"
@@ -41,27 +40,20 @@ TOLD: Any = SamplesFinished | SamplesScored | SessionOpened | SessionForked | Se
 
 @pytest.fixture(scope="module")
 def pipe(s3_server: SeaweedServer) -> Iterator[Pipe]:
-    bucket = new_bucket()
-    with nats_server() as nats, webhook_server() as hook:
+    with webhook_server() as hook:
         env = {
-            **nats.env(),
-            **s3_server.env(bucket),
             "PYTHONPATH": ROOT,
-            "ROLLGRID_NATS_ACK_WAIT_S": "3",
             "ROLLGRID_SCORER_VERIFIERS": "attentive=tests.support.verifiers:Attentive",
             "ROLLGRID_WEBHOOK_ALLOW": f"{hook.url('', host='localhost')} private",
         }
-        with run_service("scorer", env) as scorer:
-            yield Pipe(nats, s3_server, bucket, hook, scorer)
+        with scorer_pipe(s3_server, hook, env) as made:
+            yield made
 
 
 @pytest.fixture
 async def bus(pipe: Pipe) -> AsyncIterator[Bus]:
-    store = Blobs(pipe.s3.settings(pipe.bucket))
-    connection = await Bus.connect(pipe.nats.settings(), "test", store)
-    yield connection
-    await connection.close()
-    store.close()
+    async with pipe.connected() as connection:
+        yield connection
 
 
 class Episode:

@@ -7,46 +7,31 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from rollgrid_contracts import codec, subjects, topology
 from rollgrid_contracts.arrays import TokenIds
 from rollgrid_contracts.samples import FinishReason, Sample, SamplesFinished, SampleStatus, ScoringTask
 from rollgrid_contracts.scoring import SamplesScored, Score, ScorerKind, ScorerSpec, ScoreStatus
-from rollgrid_runtime.blobs import Blobs
 from rollgrid_runtime.bus import Bus
 from rollgrid_scorer.webhook_wire import secret_key, signed_headers
 
-from tests.support.servers import NatsServer, SeaweedServer, nats_server, new_bucket
-from tests.support.services import ServiceProcess, run_service
+from tests.support.servers import SeaweedServer
 from tests.support.waiting import until
-from tests.support.webhook_server import WebhookServer, webhook_server
+from tests.support.webhook_server import webhook_server
+
+from .pipe import Pipe, scorer_pipe
 
 SECRET = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
 DURABLES = [topology.scorer_consumer(kind).durable for kind in (ScorerKind.VERIFIER, ScorerKind.WEBHOOK)]
 
 
-class Pipe(NamedTuple):
-    nats: NatsServer
-    s3: SeaweedServer
-    bucket: str
-    hook: WebhookServer
-    scorer: ServiceProcess
-
-    def url(self, path: str = "/score") -> str:
-        return self.hook.url(path, host="localhost")
-
-
 @pytest.fixture(scope="module")
 def pipe(s3_server: SeaweedServer) -> Iterator[Pipe]:
-    bucket = new_bucket()
-    with nats_server() as nats, webhook_server() as hook:
+    with webhook_server() as hook:
         home = hook.url("", host="localhost")
         env = {
-            **nats.env(),
-            **s3_server.env(bucket),
-            "ROLLGRID_NATS_ACK_WAIT_S": "3",
             "ROLLGRID_WEBHOOK_ALLOW": f"{home} private, {hook.url('/acme')} private tenant=acme, {hook.url('/inward')}",
             "ROLLGRID_SCORER_WEBHOOK_SECRETS": json.dumps({home: SECRET}),
             "ROLLGRID_SCORER_WEBHOOK_EVENTS": "8",  # fewer than the flood of one test
@@ -54,17 +39,14 @@ def pipe(s3_server: SeaweedServer) -> Iterator[Pipe]:
             "ROLLGRID_SCORER_WEBHOOK_SHARE": "4",
             "ROLLGRID_SCORER_WEBHOOK_ATTEMPTS": "3",
         }
-        with run_service("scorer", env) as scorer:
-            yield Pipe(nats, s3_server, bucket, hook, scorer)
+        with scorer_pipe(s3_server, hook, env) as made:
+            yield made
 
 
 @pytest.fixture
 async def bus(pipe: Pipe) -> AsyncIterator[Bus]:
-    store = Blobs(pipe.s3.settings(pipe.bucket))
-    connection = await Bus.connect(pipe.nats.settings(), "test", store)
-    yield connection
-    await connection.close()
-    store.close()
+    async with pipe.connected() as connection:
+        yield connection
 
 
 def webhook(url: str, name: str = "hook", *, timeout_s: float = 20.0, **params: Any) -> ScorerSpec:
