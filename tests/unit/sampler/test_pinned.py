@@ -6,9 +6,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from rollgrid_contracts.checkpoints import AdoptedVersion, CheckpointKind, PolicyState, Rollout
+from rollgrid_contracts.checkpoints import AdoptedVersion, CheckpointKind, Rollout
 from rollgrid_sampler.desired import wanted
 from rollgrid_sampler.pinned import lost
+
+from tests.support.policies import policy_state
 
 
 def adopted(version: int, base: int | None = None, **changes: Any) -> AdoptedVersion:
@@ -16,20 +18,8 @@ def adopted(version: int, base: int | None = None, **changes: Any) -> AdoptedVer
     return AdoptedVersion(version=version, kind=kind, base_version=base or 0, **changes)
 
 
-STATE = PolicyState(
-    tenant="shared",
-    policy="default",
-    pool="p",
-    base="tiny",
-    base_digest="d",
-    tokenizer_prefix="",
-    tokenizer_digest="",
-    max_model_len=512,
-    vocab_size=512,
-    dtype="float32",
-    desired=5,
-    newest=5,
-    versions=(adopted(1), adopted(2, 1), adopted(3), adopted(4, 3), adopted(5, 3)),
+STATE = policy_state(
+    desired=5, newest=5, versions=(adopted(1), adopted(2, 1), adopted(3), adopted(4, 3), adopted(5, 3))
 )
 
 
