@@ -125,8 +125,10 @@ class Rebuilding:
                     await self._staging.bring(file, path, self._fetcher(known))
                     paths.append(path)
         wanted = chain[-1].manifest.weights_digest
-        self._staging.check_room(sum(path.stat().st_size for path in weight_files(start)))
-        await asyncio.to_thread(rebuild, start, paths, folder, wanted, threads=self._threads)
+        needed = sum(path.stat().st_size for path in weight_files(start))
+        self._staging.check_room(needed)
+        with self._staging.writing(needed):
+            await asyncio.to_thread(rebuild, start, paths, folder, wanted, threads=self._threads)
         for path in paths:
             path.unlink()
         return sum(known.bytes for known in chain)

@@ -15,7 +15,7 @@ import hashlib
 import os
 import secrets
 import shutil
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from pathlib import Path
 
 from rollgrid_contracts.checkpoints import CheckpointKind, CheckpointManifest, FileInfo
@@ -222,15 +222,21 @@ class Staging:
 
     async def bring(self, file: FileInfo, path: Path, fetch: Fetch) -> None:
         """One file to `path`, with the digest of its manifest.  Raises WeightsError and what `fetch` raises."""
-        try:
+        with self.writing(file.size):
             await fetch(file, path)
             digest = await asyncio.to_thread(_digest, path)
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise self._full(file.size, error.strerror or "no space left") from error
-            raise
         if digest != file.sha256:
             raise invalid(f"file {file.name} does not match the digest of its manifest", file.name)
+
+    @contextlib.contextmanager
+    def writing(self, needed: int) -> Iterator[None]:
+        """Meanwhile so many bytes are written here.  Raises WeightsError (storage_error) when the disk is full."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise self._full(needed, error.strerror or "no space left") from error
 
     def check_room(self, needed: int) -> None:
         """Raises WeightsError (storage_error) unless so many bytes fit beside the reserve."""
