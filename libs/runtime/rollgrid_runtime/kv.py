@@ -22,7 +22,7 @@ from rollgrid_contracts import codec
 from rollgrid_contracts.topology import Bucket
 
 from . import bus_metrics
-from .bus import Bus
+from .bus import WRONG_LAST_SEQUENCE, Bus
 from .errors import BusError, Conflict
 from .logging import get_logger
 
@@ -99,12 +99,15 @@ class Table(Generic[V]):
         except (APIError, NatsError, TimeoutError) as error:
             raise BusError(f"{self.bucket.name}/{key}: {error!r}") from error
 
-    async def delete(self, key: str) -> None:
+    async def delete(self, key: str, revision: int | None = None) -> None:
+        """With `revision` only as of that one: raises Conflict when it has moved."""
         store = await self._kv()
         try:
-            await store.delete(key)
+            await store.delete(key, last=revision)
             bus_metrics.written()
         except (APIError, NatsError, TimeoutError) as error:
+            if isinstance(error, APIError) and error.err_code == WRONG_LAST_SEQUENCE:  # nats-py tells `update` alone
+                raise Conflict(f"{self.bucket.name}/{key} is past revision {revision}") from error
             raise BusError(f"{self.bucket.name}/{key}: {error!r}") from error
 
     async def remove(self, key: str, revision: int) -> None:

@@ -45,10 +45,11 @@ def with_body_key(caller: Caller, key: str | None, route: str, body: bytes) -> C
 
 
 class Claim(NamedTuple):
-    """`fresh` when this request is the key's first."""
+    """`fresh` when this request is the key's first; `revision` is that of the record."""
 
     record: IdempotencyRecord
     fresh: bool
+    revision: int
 
 
 class Idempotency:
@@ -62,8 +63,7 @@ class Idempotency:
         """
         key = ids.idempotency_key(tenant, record.key)
         try:
-            await self._table.create(key, record)
-            return Claim(record, True)
+            return Claim(record, True, await self._table.create(key, record))
         except Conflict:
             pass
         existing = await self._table.get(key)
@@ -76,7 +76,7 @@ class Idempotency:
                 boundary=Boundary.CLIENT,
                 field="Idempotency-Key",
             )
-        return Claim(existing.value, False)
+        return Claim(existing.value, False, existing.revision)
 
     async def probe(self, instance: str) -> None:
         """A real durable write and read.  Raises BusError."""

@@ -11,14 +11,15 @@ from typing import NamedTuple
 
 import msgspec
 from rollgrid_contracts import ids
-from rollgrid_contracts.failures import Boundary, ErrorCode
+from rollgrid_contracts.failures import ErrorCode
 from rollgrid_contracts.fleet import IdempotencyRecord
 from rollgrid_contracts.topology import IDEMPOTENCY
 from rollgrid_runtime.bus import Bus
-from rollgrid_runtime.errors import BusError, Conflict, RollgridError
+from rollgrid_runtime.errors import Conflict, RollgridError
 from rollgrid_runtime.kv import Table
 from rollgrid_runtime.logging import get_logger
 
+from .idempotency import Idempotency
 from .submission import Caller
 
 log = get_logger(__name__)
@@ -44,6 +45,7 @@ class TurnKey(NamedTuple):
 
 class TurnKeys:
     def __init__(self, bus: Bus) -> None:
+        self._claims = Idempotency(bus)
         self._table: Table[IdempotencyRecord] = Table(bus, IDEMPOTENCY, IdempotencyRecord)
 
     async def claim(self, caller: Caller, session: str, run: str) -> TurnKey | None:
@@ -56,42 +58,32 @@ class TurnKeys:
         fresh = IdempotencyRecord(
             body_sha256=caller.digest, run=run, batch_id="", key=key, groups=1, cursor=0, created_at=now
         )
-        try:
-            return TurnKey(name, fresh, await self._table.create(name, fresh))
-        except Conflict:
-            pass
-        found = await self._table.get(name)
-        if found is None:
-            raise BusError("the idempotency record vanished while it was read")
-        if found.value.body_sha256 != caller.digest:
-            raise RollgridError(
-                ErrorCode.IDEMPOTENCY_CONFLICT,
-                "this Idempotency-Key was used with another body",
-                boundary=Boundary.CLIENT,
-                field="Idempotency-Key",
-            )
-        if found.value.batch_id:
-            return TurnKey(name, found.value, found.revision)
-        if now - found.value.created_at < BEGINNING_S:
+        found = await self._claims.claim(caller.tenant, fresh)
+        if found.fresh or found.record.batch_id:
+            return TurnKey(name, found.record, found.revision)
+        if now - found.record.created_at < BEGINNING_S:
             raise beginning()
         try:
             return TurnKey(name, fresh, await self._table.update(name, fresh, found.revision))
         except Conflict as error:
             raise beginning() from error
 
-    async def names(self, key: TurnKey, call_id: str, deadline: float) -> None:
+    async def names(self, key: TurnKey, call_id: str, deadline: float) -> TurnKey:
         """The key stands for this turn from now on.  Raises session_busy when somebody took it over, BusError."""
         record = msgspec.structs.replace(key.record, batch_id=call_id, deadline=deadline)
         try:
-            await self._table.update(key.name, record, key.revision)
+            return TurnKey(key.name, record, await self._table.update(key.name, record, key.revision))
         except Conflict as error:
             raise beginning() from error
 
     async def release(self, key: TurnKey) -> None:
-        """No turn came of it: the next request begins one.  Never fails; a claim ends by itself."""
+        """No turn came of it: the next request begins one.  Somebody else's since: it stays his.
+
+        Never fails; a claim ends by itself.
+        """
         try:
-            await self._table.delete(key.name)
-        except BusError as error:
+            await self._table.delete(key.name, key.revision)
+        except RollgridError as error:
             log.info("turn_key_not_released", error=error.message)
 
 

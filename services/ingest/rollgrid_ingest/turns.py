@@ -88,7 +88,7 @@ class Turns:
         submission = _placed(submission, episode, begun.turn, begun.node)
         try:
             if key is not None:
-                await self.keys.names(key, turn_call(opened.session, begun.turn), deadline)
+                key = await self.keys.names(key, turn_call(opened.session, begun.turn), deadline)
         except BaseException:
             await self.store.abandon_turn(caller.tenant, opened.session, begun.turn)
             raise

@@ -40,8 +40,10 @@ async def test_create_update_delete(table: Table[Suspect]) -> None:
     moved = await table.update("g", suspect(2), revision)
     with pytest.raises(Conflict):
         await table.update("g", suspect(3), revision)
+    with pytest.raises(Conflict):
+        await table.delete("g", revision)
     assert await table.get("g") == (suspect(2), moved)
-    await table.delete("g")
+    await table.delete("g", moved)
     assert await table.get("g") is None
     assert await table.items() == {}
     await table.create("g", suspect(4))

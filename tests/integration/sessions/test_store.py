@@ -9,17 +9,23 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from rollgrid_contracts import keys, subjects
 from rollgrid_contracts.arrays import TokenIds
 from rollgrid_contracts.episodes import ForkReason, SessionOpened, SessionOutcome, TurnNode
 from rollgrid_contracts.failures import ErrorCode
-from rollgrid_contracts.fleet import GroupStatus
+from rollgrid_contracts.fleet import GroupStatus, IdempotencyRecord
+from rollgrid_contracts.ids import new_key
+from rollgrid_contracts.jobs import turn_call
 from rollgrid_contracts.samples import GroupsCancelled, SampleStatus
 from rollgrid_contracts.scoring import ScorerKind, ScorerSpec
-from rollgrid_contracts.topology import SAMPLES
+from rollgrid_contracts.topology import IDEMPOTENCY, SAMPLES
 from rollgrid_ingest.ledger_client import LedgerClient
 from rollgrid_ingest.session_store import HOLD_S
+from rollgrid_ingest.submission import Caller
+from rollgrid_ingest.turn_keys import BEGINNING_S, TurnKeys
 from rollgrid_runtime.errors import RollgridError
+from rollgrid_runtime.kv import Table
 
 from tests.support.episodes import TENANT, ending, finish_of, folded_stream, job_of, opening, store_finish
 from tests.support.servers import ValkeyServer, valkey_server
@@ -429,3 +435,26 @@ async def test_a_sweeper_that_dies_leaves_its_claims(made: Grid) -> None:
             on.clock.ahead += 61
             assert await on.replicas[1].expiry.sweep() == 1
             assert (await on.checked(opened)).ended is not None
+
+
+async def test_a_key_that_somebody_took_over_is_not_released_by_its_first_holder(on: Stage) -> None:
+    caller = Caller(tenant=TENANT, key=new_key(), idempotent=True, digest="d")
+    one, other = (TurnKeys(replica.bus) for replica in on.replicas)
+    first = await one.claim(caller, "s", "r1")
+    assert first is not None
+    table: Table[IdempotencyRecord] = Table(on.bus, IDEMPOTENCY, IdempotencyRecord)
+    long_ago = replace(first.record, created_at=time.time() - 2 * BEGINNING_S)
+    first = first._replace(revision=await table.update(first.name, long_ago, first.revision))
+    second = await other.claim(caller, "s", "r1")  # the first one seems to have died at its beginning
+    assert second is not None
+    assert (await refused(one.names(first, turn_call("s", 0), 0.0))).code is ErrorCode.SESSION_BUSY
+    await one.release(first)
+    assert (await refused(one.claim(caller, "s", "r1"))).code is ErrorCode.SESSION_BUSY
+    named = await other.names(second, turn_call("s", 1), 9.0)
+    found = await one.claim(caller, "s", "r1")
+    assert found is not None
+    assert (found.call_id, found.deadline) == (turn_call("s", 1), 9.0)
+    await other.release(named)
+    begun = await one.claim(caller, "s", "r1")
+    assert begun is not None
+    assert begun.call_id == ""
