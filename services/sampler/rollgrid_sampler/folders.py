@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import time
 from collections.abc import Collection, Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ from rollgrid_runtime.logging import get_logger
 from rollgrid_weights.errors import WeightsError
 from rollgrid_weights.manifest import decode_manifest, weights_digest
 from rollgrid_weights.rebuilding import Known, Rebuilding
-from rollgrid_weights.staging import Fetch, Held, Staging
+from rollgrid_weights.staging import Held, Staging
 
 from . import metrics
 from .engines.base import WeightsRefused
@@ -50,7 +51,7 @@ class Folders:
         self._blobs, self._settings = blobs, settings
         self._staging = Staging(settings.cache.expanduser())
         self._rebuilding = Rebuilding(self._staging, self._find, self._bring, settings.model)
-        self._held: dict[int, tuple[Staged, CheckpointManifest, str, Held]] = {}
+        self._held: dict[int, tuple[Staged, Known, Held]] = {}
         self._kept: set[int] = set()
 
     async def stage(self, wanted: AdoptedVersion) -> Staged:
@@ -62,7 +63,7 @@ class Folders:
             return found[0]
         try:
             known = await self._find(wanted.version, wanted.prefix)
-            manifest, prefix = known.manifest, known.prefix
+            manifest = known.manifest
             self._check(manifest, wanted)
             held = await self._hold(known)
         except WeightsError as error:
@@ -71,7 +72,7 @@ class Folders:
         if not digest and manifest.tensors:
             digest = weights_digest(manifest.tensors)
         staged = Staged(wanted.version, manifest.kind, held.folder, digest, wanted.committed_at or manifest.created_at)
-        self._held[wanted.version] = staged, manifest, prefix, held
+        self._held[wanted.version] = staged, known, held
         return staged
 
     async def _find(self, version: int, prefix: str = "") -> Known:
@@ -85,7 +86,7 @@ class Folders:
 
     async def _hold(self, known: Known) -> Held:
         begun = time.monotonic()
-        at_hand = {version: held.folder for version, (staged, _, _, held) in self._held.items() if staged.kind.whole}
+        at_hand = {version: held.folder for version, (staged, _, held) in self._held.items() if staged.kind.whole}
         held = await self._rebuilding.hold(known, at_hand)
         if held.fetched:
             metrics.STAGED_BYTES.inc(held.fetched)
@@ -116,12 +117,12 @@ class Folders:
     async def repair(self) -> tuple[str, ...]:
         """Fetch again what of the held versions is not what its manifest says; the names of those files."""
         damaged: list[str] = []
-        for _, manifest, prefix, held in list(self._held.values()):
+        for _, known, held in list(self._held.values()):
             try:
-                if manifest.kind is CheckpointKind.DELTA:
-                    damaged += await self._rebuilding.repair(await self._find(manifest.version, prefix), held)
+                if known.manifest.kind is CheckpointKind.DELTA:
+                    damaged += await self._rebuilding.repair(known, held)
                 else:
-                    damaged += await self._staging.repair(manifest, held, self._fetcher(prefix))
+                    damaged += await self._staging.repair(known.manifest, held, partial(self._bring, known.prefix))
             except WeightsError as error:
                 raise _classified(error) from error
         return tuple(damaged)
@@ -130,7 +131,7 @@ class Folders:
         """Hold only these on, and remove from the disk what nobody on this node holds."""
         needed = frozenset(needed) | self._kept
         for version in [one for one in self._held if one not in needed]:
-            self._held.pop(version)[3].release()
+            self._held.pop(version)[2].release()
         tenant, policy = self._settings.tenant, self._settings.policy
         removed = await asyncio.to_thread(self._staging.sweep, tenant, policy, needed)
         if removed:
@@ -138,15 +139,9 @@ class Folders:
 
     def release(self) -> None:
         """At the end; what is on disk serves the next start."""
-        for _, _, _, held in self._held.values():
+        for _, _, held in self._held.values():
             held.release()
         self._held.clear()
-
-    def _fetcher(self, prefix: str) -> Fetch:
-        async def fetch(file: FileInfo, path: Path) -> None:
-            await self._blobs.download(prefix + file.name, path)
-
-        return fetch
 
     def _check(self, manifest: CheckpointManifest, wanted: AdoptedVersion) -> None:
         claimed = (manifest.tenant, manifest.policy, manifest.version)

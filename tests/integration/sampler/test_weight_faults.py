@@ -57,7 +57,7 @@ async def test_s3_down_in_mid_fetch_leaves_the_old_version_serving_and_heals(
                 while {one.engine.loaded.version, two.engine.loaded.version} != {1}:
                     await asyncio.sleep(0.05)
             assert not list(cache.glob("*/*/*.fetching-*")), "what the interrupted fetch had is gone"
-            held = [service._weights._folders._held[1][3].fetched for service in (one, two)]
+            held = [service._weights._folders._held[1][2].fetched for service in (one, two)]
             assert sorted(held)[0] == 0 < sorted(held)[1]
             after = make_job("after", n=4)
             await stage.submit(after)
