@@ -57,10 +57,6 @@ class OpenSessions(OpenGroup):
     turn_jobs: dict[tuple[int, int], TurnJobs] = field(default_factory=dict)
 
     @property
-    def record_format(self) -> str:
-        return self._opening.record_format
-
-    @property
     def _opening(self) -> OpenEpisode:
         assert isinstance(self.source, OpenEpisode)
         return self.source
