@@ -77,6 +77,8 @@ async def verify(
         else:
             tensors = await _fetch_and_validate(blobs, state, model, manifest, prefix, scratch, max_lora_rank)
     except WeightsError as error:
+        if error.code is ErrorCode.STORAGE_ERROR:  # of this disk: no fault of the version
+            raise StorageError(error.message) from error
         raise Refused(error.code, error.message, error.field, error.limit) from error
     return Verified(manifest, prefix, weights_digest(tensors))
 

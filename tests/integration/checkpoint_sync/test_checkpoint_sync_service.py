@@ -13,6 +13,7 @@ from rollgrid_checkpoint_sync.handler import Handler
 from rollgrid_contracts import codec, subjects, topology
 from rollgrid_contracts.checkpoints import (
     MANIFEST_NAME,
+    CheckpointKind,
     CheckpointManifest,
     CheckpointPublished,
     PolicyState,
@@ -22,7 +23,11 @@ from rollgrid_contracts.failures import Boundary, ErrorCode, ErrorInfo
 from rollgrid_runtime.blobs import Blobs
 from rollgrid_runtime.bus import Bus
 from rollgrid_runtime.kv import Table, Versioned
-from rollgrid_weights.manifest import build_manifest, encode_manifest
+from rollgrid_weights.delta.blob import Codec
+from rollgrid_weights.delta.encode import encode_delta
+from rollgrid_weights.delta.states import file_state
+from rollgrid_weights.manifest import build_manifest, encode_manifest, folder_tensors, weights_digest
+from rollgrid_weights.tensors import file_info
 
 from tests.support.services import ServiceProcess, run_service
 from tests.support.tiny_models import TinyModel, tiny_model
@@ -193,6 +198,37 @@ async def test_refusals_are_typed_and_recorded_and_the_next_good_version_runs(
     await publish(bus, blobs, good, 9)
     await desired(table, 9)
     assert sync.is_ready()
+
+
+async def test_a_disk_without_room_for_a_delta_refuses_nothing(
+    env: dict[str, str], bus: Bus, blobs: Blobs, table: Table[PolicyState], base: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "base"
+    shutil.copytree(base, folder)
+    target = tmp_path / "target"
+    target.mkdir()
+    body = delta(folder / "model.safetensors", weights_only(tmp_path / "one", 1) / "model.safetensors")
+    (target / "model.rgdelta").write_bytes(body)
+    tensors = folder_tensors([tmp_path / "one" / "model.safetensors"])
+    env["ROLLGRID_CHECKPOINT_SYNC_MODELS"] = json.dumps([{"name": "tiny", "path": str(folder)}])
+    with run_service("checkpoint_sync", env) as process:
+        with (folder / "z.safetensors").open("wb") as sparse:  # more than there is room for, were it copied
+            sparse.truncate(shutil.disk_usage(tmp_path).total)
+        root = version_root("shared", "tiny", 1)
+        manifest = CheckpointManifest(
+            tenant="shared", policy="tiny", version=1, kind=CheckpointKind.DELTA, base_version=0, tensors=tensors,
+            files=(file_info(target / "model.rgdelta"),), weights_digest=weights_digest(tensors), prefix=root,
+        )  # fmt: skip
+        await blobs.upload(target / "model.rgdelta", f"{root}model.rgdelta")
+        await announce(bus, blobs, manifest, root)
+        wait_until(lambda: "bytes are free" in str(process.readiness()[1].get("problems")), 30, "the full disk is said")
+        assert await blobs.get(f"{root}refused.json") is None
+        (folder / "z.safetensors").unlink()
+        await desired(table, 1)
+
+
+def delta(old: Path, new: Path) -> bytes:
+    return encode_delta(file_state([old]), file_state([new]), codec=Codec.GAPS)
 
 
 async def test_a_version_that_comes_too_late(
