@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
+import functools
 import os
 import random
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,7 +20,7 @@ from typing import Self
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG = 1
 _PORTS = random.SystemRandom()
-_taken: set[int] = set()
+_taken = {23646}  # where SeaweedFS's first instance listens, asked or not
 
 
 class ProcessDied(RuntimeError):
@@ -25,19 +28,37 @@ class ProcessDied(RuntimeError):
 
 
 def free_port() -> int:
-    """A port nobody listens on, below the kernel's range for outgoing connections."""
+    """A port nobody listens on, below the kernel's range for outgoing connections; no other test process is given it.
+
+    A port that is free now is listened on later, meanwhile another lane of the tests might choose it: each process
+    holds its own by a record lock, at the port's offset in one file, until it ends.
+    """
     for _ in range(200):
         port = _PORTS.randrange(15000, 31000)
-        if port in _taken:
+        if port in _taken or not _reserved(port):
             continue
+        _taken.add(port)
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", port))
             except OSError:
                 continue
-        _taken.add(port)
         return port
     raise RuntimeError("no free port found in 15000-31000")
+
+
+@functools.cache
+def _reservations() -> int:
+    path = Path(tempfile.gettempdir()) / f"rollgrid-test-ports-{os.getuid()}"
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+
+def _reserved(port: int) -> bool:
+    try:
+        fcntl.lockf(_reservations(), fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)
+    except (BlockingIOError, PermissionError):
+        return False
+    return True
 
 
 def _die_with_parent() -> None:
