@@ -48,6 +48,7 @@ class DeltaInfo(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """Of a delta: how its files lead from the weights of `base_version` to its own (`docs/reference/delta-format.md`).
 
     The digests are `weights_digest`s of all tensors, before and after; `target_digest` is the version's own.
+    Optional: ingest's commits leave it out, and readers go by `weights_digest` and the digests in the files.
     `blob_digests` are those that the delta files carry, in the order of the files.  `changed` of `elements` differ.
     """
 

@@ -1,4 +1,7 @@
-"""Several deltas as one, for whoever is several versions behind: fewer bytes than all of them, and one pass."""
+"""Several deltas as one, for whoever is several versions behind: fewer bytes than all of them, and one pass.
+
+For publishers and tools: the services apply the deltas one after the other.
+"""
 
 from __future__ import annotations
 
