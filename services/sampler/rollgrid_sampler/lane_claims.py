@@ -23,7 +23,7 @@ from rollgrid_contracts.fleet import LaneClaim, WorkerState
 from rollgrid_contracts.jobs import Job, OpenEpisode, SampleGroup
 from rollgrid_contracts.topology import LANES, WORKER_LEASE_S, Header
 from rollgrid_runtime.bus import Bus
-from rollgrid_runtime.errors import BusError, Conflict, StorageError
+from rollgrid_runtime.errors import BusError, Conflict, PayloadGone, StorageError
 from rollgrid_runtime.kv import Table, Versioned, View
 from rollgrid_runtime.leases import Leases
 from rollgrid_runtime.logging import get_logger
@@ -234,8 +234,8 @@ class LaneClaims:
         try:
             data = await self._bus.resolve(stored.data, headers)
             job = codec.decode(data, ANY_JOB, headers.get(Header.CONTENT_TYPE, codec.MSGPACK))
-        except msgspec.DecodeError as error:
-            log.warning("lane_job_undecodable", subject=subject, error=repr(error))
+        except (PayloadGone, msgspec.DecodeError, RecursionError) as error:
+            log.warning("lane_job_unreadable", subject=subject, error=repr(error))
             return None
         return job.pool if isinstance(job, SampleGroup) else None
 
