@@ -192,7 +192,9 @@ async def test_two_loggers_and_one_of_them_sleeps(driver: Driver, stack_env: dic
         await driver.wait_closed(1)  # it is in the middle of its work
         one.pause()
         await playing
-        await asyncio.sleep(2 * LEDGER_LEASE_S)
+        async with asyncio.timeout(4 * LEDGER_LEASE_S):
+            while two.readiness()[1].get("ledger") != "active":
+                await asyncio.sleep(0.1)
         one.resume()
         await story.end()
         async with asyncio.timeout(20):
