@@ -23,6 +23,7 @@ from rollgrid_contracts.scoring import SamplesScored, ScorerKind
 from rollgrid_contracts.topology import SAMPLES
 from rollgrid_episodes.tree import Tree
 from rollgrid_ingest.session_episode import Episode, episode_of
+from rollgrid_ingest.session_store_ending import ending_of
 from rollgrid_runtime.bus import Bus
 from rollgrid_runtime.reading import read_after
 
@@ -118,15 +119,7 @@ async def store_finish(bus: Bus, finish: SamplesFinished) -> int:
 
 
 def ending(opened: SessionOpened, outcome: SessionOutcome = SessionOutcome.CLOSED, **fields: Any) -> SessionEnded:
-    return SessionEnded(
-        tenant=opened.tenant,
-        run=opened.run,
-        group_id=opened.group_id,
-        index=opened.index,
-        session=opened.session,
-        outcome=outcome,
-        **fields,
-    )
+    return msgspec.structs.replace(ending_of(opened, outcome, None, 0.0, None), **fields)
 
 
 # -- the checker ----------------------------------------------------------------------------------

@@ -23,6 +23,8 @@ from .openapi import described
 from .session_answers import base_path, close_answer, opened_answer, session_state
 from .session_episode import Episode
 from .session_openings import finite, turn_rewards
+from .session_refusals import has_ended, no_session
+from .session_store_ending import ending_of
 from .sessions_schema import (
     CloseAnswer,
     CloseRequest,
@@ -33,7 +35,6 @@ from .sessions_schema import (
     SessionState,
 )
 from .terms import MAX_TEXT_CHARS, bounded_text, member, payload
-from .turns import no_session
 from .wire import decode_json, invalid
 
 log = get_logger(__name__)
@@ -143,7 +144,7 @@ async def delete_session(request: Request, session: str) -> Response:
         await _leave(door, who, episode)
         episode = await episode_of(door, who, session)
     if episode.ended is None:
-        raise no_session(session)
+        raise has_ended(session)  # with its group, without an end of its own
     return json_response(close_answer(episode, episode.ended))
 
 
@@ -198,19 +199,7 @@ def _ending(asked: CloseRequest, episode: Episode, door: Parts) -> SessionEnded:
 
 
 def _bare(episode: Episode, outcome: SessionOutcome, detail: str | None) -> SessionEnded:
-    opened = episode.opened
-    return SessionEnded(
-        tenant=opened.tenant,
-        run=opened.run,
-        group_id=opened.group_id,
-        index=opened.index,
-        session=opened.session,
-        outcome=outcome,
-        detail=detail,
-        ended_at=time.time(),
-        job_seq=opened.job_seq,
-        traceparent=telemetry.current().traceparent,
-    )
+    return ending_of(episode.opened, outcome, detail, time.time(), telemetry.current().traceparent)
 
 
 async def _leave(door: Parts, who: Principal, episode: Episode) -> None:

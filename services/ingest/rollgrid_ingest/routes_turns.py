@@ -26,13 +26,14 @@ from .prompts import Prompt
 from .routes_openai import written
 from .routes_sessions import episode_of
 from .session_episode import Episode
+from .session_refusals import no_session
 from .sessions_schema import ChatTurnRequest, CompletionTurnRequest, GenerateTurnRequest
 from .sse import StreamAnswer
 from .submission import Caller, Submission
 from .tools import ToolPlan
 from .translate_openai import Prompting
 from .turn_prompts import Planned
-from .turns import TurnCall, check_policy, no_session
+from .turns import TurnCall, check_policy
 from .wire import decode_json, unsupported
 
 T = TypeVar("T", ChatTurnRequest, CompletionTurnRequest, GenerateTurnRequest)

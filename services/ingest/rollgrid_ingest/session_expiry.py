@@ -21,6 +21,7 @@ from rollgrid_runtime.state import State, StateError
 from . import metrics, session_lua
 from .session_episode import Episode
 from .session_store import SessionStore
+from .session_store_ending import ending_of
 
 log = get_logger(__name__)
 
@@ -86,7 +87,9 @@ class Expiry:
             await self._store.leave(tenant, session)
             return
         busy_until = max((turn.deadline for turn in episode.live_turns(now).values()), default=0.0)
-        due = max(episode.expires_at, min(busy_until, episode.until))
+        # while a turn is under way: again before it could end and its `ttl_s` after it be over
+        again = now + max(episode.terms.ttl_s, self._every_s)
+        due = max(episode.expires_at, min(busy_until, episode.until, again))
         if due > now:
             await self._look_again(tenant, session, due)
             return
@@ -102,15 +105,4 @@ class Expiry:
 
 def expired(episode: Episode, now: float) -> SessionEnded:
     opened = episode.opened
-    return SessionEnded(
-        tenant=opened.tenant,
-        run=opened.run,
-        group_id=opened.group_id,
-        index=opened.index,
-        session=opened.session,
-        outcome=SessionOutcome.EXPIRED,
-        detail=f"no turn for {opened.terms.ttl_s:g} s",
-        ended_at=now,
-        job_seq=opened.job_seq,
-        traceparent=opened.traceparent,
-    )
+    return ending_of(opened, SessionOutcome.EXPIRED, f"no turn for {opened.terms.ttl_s:g} s", now, opened.traceparent)

@@ -26,7 +26,7 @@ from . import metrics, session_lua
 from .ledger_client import LedgerClient
 from .session_episode import Fields, OpenTurn, encoded, fields_of
 from .session_events import Recorded, events_behind
-from .session_refusals import rebuilding
+from .session_refusals import no_session, rebuilding
 
 LOOK_AGAIN_S = 0.1
 LEDGER_S = 2.0
@@ -89,7 +89,7 @@ class Rebuilder:
         for seq, event, _ in events:
             tree.apply(seq, event)
         if tree.opened is None:
-            raise RollgridError(ErrorCode.NOT_FOUND, f"there is no session {session}", field="session")
+            raise no_session(session)
         status = None if tree.ended else await self._status(tree.opened)
         jobs = status.open_jobs.get(tree.opened.index, {}) if status else {}
         next_turn = max(tree.next_turn, max(jobs, default=-1) + 1) + LEAP + secrets.randbelow(LEAP)

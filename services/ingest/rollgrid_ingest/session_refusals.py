@@ -32,13 +32,23 @@ def state_at_hand() -> Iterator[None]:
         raise rebuilding(error.message) from error
 
 
+def no_session(session: str, branch: str | None = None) -> RollgridError:
+    what = f"session {session[:80]}" if branch is None else f"branch {branch[:80]} of session {session[:80]}"
+    return RollgridError(ErrorCode.NOT_FOUND, f"there is no {what}", boundary=Boundary.CLIENT, field="session")
+
+
 def has_ended(session: str) -> RollgridError:
-    return RollgridError(ErrorCode.SESSION_ENDED, f"session {session} has ended", field="session")
+    return RollgridError(
+        ErrorCode.SESSION_ENDED, f"session {session} has ended", boundary=Boundary.CLIENT, field="session"
+    )
 
 
-def busy(session: str, branch: str | None) -> RollgridError:
-    what = "it is being ended" if branch is None else f"another turn of branch {branch} is under way or was first"
+def busy(session: str, what: str) -> RollgridError:
     return RollgridError(ErrorCode.SESSION_BUSY, f"session {session}: {what}", field="session", retry_after_s=1.0)
+
+
+def branch_busy(session: str, branch: str) -> RollgridError:
+    return busy(session, f"another turn of branch {branch} is under way or was first")
 
 
 def over(limit: str, cap: int, what: str) -> RollgridError:
@@ -51,6 +61,17 @@ def same_opened(first: SessionOpened, asked: SessionOpened) -> SessionOpened:
             ErrorCode.IDEMPOTENCY_CONFLICT, f"session {first.session} was opened with other terms", field="session"
         )
     return first
+
+
+def same_group(n: int, asked: SessionOpened) -> None:
+    """`n` is the group's, as its first session said."""
+    if n != asked.n:
+        raise RollgridError(
+            ErrorCode.IDEMPOTENCY_CONFLICT,
+            f"group {asked.group_id} was opened with n={n}",
+            field="n",
+            limit=f"n={n}",
+        )
 
 
 def _terms(opened: SessionOpened) -> SessionOpened:

@@ -29,7 +29,7 @@ from .ledger_client import LedgerClient
 from .session_episode import Episode, OpenTurn, encoded
 from .session_events import event_at
 from .session_reading import ATTEMPTS, Episodes
-from .session_refusals import busy, has_ended, over, rebuilding, same_fork, state_at_hand
+from .session_refusals import branch_busy, busy, has_ended, over, rebuilding, same_fork, state_at_hand
 from .session_store_ending import Endings
 from .session_store_opening import Openings
 from .settings import IngestSettings
@@ -134,7 +134,7 @@ class SessionStore:
                 if not moved_on(episode, node):
                     continue
             if episode.terms.on_concurrent_turn != "fork":
-                raise busy(session, node.branch)
+                raise branch_busy(session, node.branch)
             branch = await self.fork(tenant, session, node.parent, ForkReason.CONCURRENT_TURN)
             node = msgspec.structs.replace(node, branch=branch, fork=node.fork or ForkReason.CONCURRENT_TURN)
             episode = None
@@ -203,7 +203,7 @@ class SessionStore:
         if kind == b"ended":
             raise has_ended(episode.opened.session)
         if kind == b"ending":
-            raise busy(episode.opened.session, None)
+            raise busy(episode.opened.session, "it is being ended")
         if kind == b"full":
             cap = self._cap("max_turns", episode.opened)
             raise over("max_turns", cap, f"the session has {cap} turns")

@@ -7,8 +7,7 @@ import time
 from collections.abc import Callable
 
 from rollgrid_contracts import keys, subjects
-from rollgrid_contracts.episodes import SessionEnded, SessionOutcome
-from rollgrid_contracts.failures import ErrorCode
+from rollgrid_contracts.episodes import SessionEnded, SessionOpened, SessionOutcome
 from rollgrid_contracts.scoring import ScorerKind, next_todo
 from rollgrid_runtime.bus import Bus
 from rollgrid_runtime.errors import RollgridError
@@ -19,7 +18,7 @@ from . import metrics
 from .ledger_client import LedgerClient
 from .session_episode import Episode
 from .session_reading import ATTEMPTS, Episodes
-from .session_refusals import has_ended, rebuilding, same_end, state_at_hand
+from .session_refusals import busy, has_ended, rebuilding, same_end, state_at_hand
 
 log = get_logger(__name__)
 
@@ -73,7 +72,7 @@ class Endings:
             if answer[0] == b"ok":
                 return None
             if answer[0] in (b"busy", b"moved"):
-                raise RollgridError(ErrorCode.SESSION_BUSY, f"session {session} is in use", field="session")
+                raise busy(session, "a turn is under way, or something has happened since it was looked at")
         raise rebuilding("it is lost faster than it can be ended")
 
     async def group_closed(self, episode: Episode) -> bool:
@@ -93,6 +92,24 @@ class Endings:
             return False
         await self._episodes.leave(opened.tenant, opened.session)
         return True
+
+
+def ending_of(
+    opened: SessionOpened, outcome: SessionOutcome, detail: str | None, at: float, traceparent: str | None
+) -> SessionEnded:
+    """The end of a session, with nothing said but how it ended."""
+    return SessionEnded(
+        tenant=opened.tenant,
+        run=opened.run,
+        group_id=opened.group_id,
+        index=opened.index,
+        session=opened.session,
+        outcome=outcome,
+        detail=detail,
+        ended_at=at,
+        job_seq=opened.job_seq,
+        traceparent=traceparent,
+    )
 
 
 def todo_of(ended: SessionEnded) -> ScorerKind:

@@ -6,11 +6,12 @@ import time
 from collections.abc import Callable
 
 import msgspec
-from rollgrid_contracts import keys, subjects
+from rollgrid_contracts import codec, keys, subjects
 from rollgrid_contracts.episodes import SessionOpened
 from rollgrid_contracts.failures import ErrorCode
 from rollgrid_contracts.jobs import OpenEpisode
 from rollgrid_contracts.scoring import ScorerKind
+from rollgrid_contracts.topology import JOBS, Header
 from rollgrid_episodes.tree import Tree
 from rollgrid_runtime.bus import Bus
 from rollgrid_runtime.errors import RollgridError
@@ -20,7 +21,7 @@ from .ledger_client import LedgerClient
 from .session_events import Recorded, events_behind
 from .session_reading import Episodes
 from .session_rebuild import new_fields
-from .session_refusals import has_ended, same_opened, state_at_hand
+from .session_refusals import has_ended, same_group, same_opened, state_at_hand
 from .settings import IngestSettings
 
 
@@ -38,7 +39,7 @@ class Openings:
     async def open(self, opened: SessionOpened, episode: OpenEpisode, *, fresh: bool = False) -> SessionOpened:
         """Open the session of a group's sample, or find it open already: what it was opened with, first in the stream.
 
-        Raises idempotency_conflict (opened with other terms), session_ended (its group is closed), session_limit,
+        Raises idempotency_conflict (opened with other terms, or its group with another `n`), session_ended (its group is closed), session_limit,
         QueueFull, BusError, episode_rebuilding.
         """
         tenant, session = opened.tenant, opened.session
@@ -46,7 +47,7 @@ class Openings:
         if first is not None:
             return same_opened(first, opened)
         if not fresh:
-            await self._refuse_closed(opened)
+            await self._refuse_by_ledger(opened)
         await self._admit(opened)
         try:
             job = await self._bus.publish(
@@ -55,6 +56,8 @@ class Openings:
                 msg_id=opened.group_id,
                 timeout_s=self._settings.publish_timeout_s,
             )
+            if job.duplicate:
+                await self._refuse_other_group(opened, job.sequence)
             event = msgspec.structs.replace(opened, job_seq=job.sequence)
             ack = await self._bus.publish(
                 subjects.samples(ScorerKind.DONE, tenant, session),
@@ -80,10 +83,23 @@ class Openings:
         events = await events_behind(self._bus, tenant, session, 0, limit=1)
         return next((event for _, event, _ in events if isinstance(event, SessionOpened)), None)
 
-    async def _refuse_closed(self, opened: SessionOpened) -> None:
+    async def _refuse_by_ledger(self, opened: SessionOpened) -> None:
         status = (await self._ledger.groups(opened.tenant, [opened.group_id])).get(opened.group_id)
-        if status is not None and (status.closed_seq or opened.index in status.ended):
+        if status is None:
+            return
+        if status.closed_seq or opened.index in status.ended:
             raise has_ended(opened.session)
+        same_group(status.n, opened)
+
+    async def _refuse_other_group(self, opened: SessionOpened, job_seq: int) -> None:
+        """The group's first job, which the ledger may not have come to: a session beyond its `n` would be in no record."""
+        stored = await self._bus.stored(JOBS.name, job_seq)
+        if stored is None or stored.data is None:
+            return
+        headers = stored.headers or {}
+        payload = await self._bus.resolve(stored.data, headers)
+        kind = headers.get(Header.CONTENT_TYPE.value, codec.MSGPACK)
+        same_group(codec.decode(payload, OpenEpisode, kind).n, opened)
 
     async def _admit(self, opened: SessionOpened) -> None:
         cap, now = self._settings.max_open_sessions, self._clock()

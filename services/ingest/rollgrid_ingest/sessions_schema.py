@@ -48,7 +48,7 @@ class SessionAnswer(msgspec.Struct, kw_only=True):
     """201: the session is open; 200: it was opened before, `status` says whether it still is, `turns` how many it has.
 
     `base_path` is the OpenAI base of its main branch.  Times are UNIX seconds.  The group's close lies behind `cursor`
-    in the run's trajectories.
+    in the run's trajectories, unless the group had closed before this answer (200).
     """
 
     session: str

@@ -28,6 +28,7 @@ from .handler import Handler
 from .prompts import Prompt
 from .replies import Collected, Replies, refuse_failed
 from .session_episode import Episode
+from .session_refusals import has_ended, no_session
 from .session_store import SessionStore
 from .submission import Accepted, Caller, Submission, TurnPlace
 from .turn_keys import BEGINNING_S, TurnKey, TurnKeys, beginning
@@ -75,7 +76,7 @@ class Turns:
         now = time.time()
         left_s = episode.until - now
         if left_s <= 0:
-            raise session_ended(opened.session)
+            raise has_ended(opened.session)
         (group,) = submission.groups
         group = msgspec.structs.replace(
             group, deadline_s=min(group.deadline_s, left_s), prompt_text=None, messages=None
@@ -109,7 +110,7 @@ class Turns:
         node = episode.tree.nodes.get(turn)
         if node is None:
             refuse_failed(collected.samples(key.call_id))
-            raise session_ended(session)
+            raise has_ended(session)
         place = node.node
         prompt = episode.tree.token_ids(place.parent).tolist() + place.observation.tolist()
         submission, _ = await plan(episode, Planned(place, Prompt(prompt)))
@@ -249,17 +250,6 @@ class TurnCall:
         pinned = msgspec.structs.replace(self._submission, weights=version)
         with contextlib.suppress(RollgridError):  # the next turn asks for it, and is told what has gone
             await self._turns.handler.hold_turn(pinned, self._episode.until)
-
-
-def no_session(session: str, branch: str | None = None) -> RollgridError:
-    what = f"session {session[:80]}" if branch is None else f"branch {branch[:80]} of session {session[:80]}"
-    return RollgridError(ErrorCode.NOT_FOUND, f"there is no {what}", boundary=Boundary.CLIENT, field="session")
-
-
-def session_ended(session: str) -> RollgridError:
-    return RollgridError(
-        ErrorCode.SESSION_ENDED, f"session {session} has ended", boundary=Boundary.CLIENT, field="session"
-    )
 
 
 def check_policy(episode: Episode, policy: PolicyState, field: str = "model") -> None:

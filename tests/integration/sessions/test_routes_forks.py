@@ -79,6 +79,7 @@ def test_a_turn_beside_another_of_its_branch_is_refused_where_asked(pipe: Stack)
         assert busy.value.code == "session_busy"
         refused = session.http.post(f"/v1/sessions/{session.id}/close", json={})
         assert code_of(refused)[:2] == (409, "session_busy"), "a close would lose the turn under way"
+        assert int(refused.headers["retry-after"]) >= 1
         assert first.result().fork is None
     assert session.state()["turns"] == 1
 

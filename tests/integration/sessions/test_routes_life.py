@@ -8,6 +8,7 @@ import openai
 import pytest
 
 from tests.support.stack import Stack
+from tests.support.waiting import wait_until
 
 from .door import code_of, http, ok, open_session
 
@@ -68,6 +69,38 @@ def test_a_tenants_label_is_its_own(pipe: Stack) -> None:
 def test_terms_that_cannot_be_are_refused_by_field(pipe: Stack, terms: dict[str, Any], code: str, field: str) -> None:
     client = http(pipe)
     assert code_of(client.post("/v1/sessions", json=terms)) == (400, code, field)
+
+
+def test_n_is_the_groups_and_another_n_a_conflict(pipe: Stack) -> None:
+    """A session beyond the group's `n` would be played and be in no record."""
+    client = http(pipe)
+    terms: dict[str, Any] = {"run": "n-of-group", "group": "g", "index": 0, "n": 2}
+    ok(client.post("/v1/sessions", json=terms), 201)
+    for index, n in ((2, 3), (0, 3), (1, 1 << 5)):
+        refused = client.post("/v1/sessions", json={**terms, "index": index, "n": n})
+        assert code_of(refused)[:2] == (409, "idempotency_conflict"), (index, n)
+    beyond = client.post("/v1/sessions", json={**terms, "index": 2, "n": 3})
+    assert code_of(beyond) == (409, "idempotency_conflict", "n")
+    ok(client.post("/v1/sessions", json={**terms, "index": 1}), 201)
+
+
+def test_the_ttl_counts_from_the_end_of_a_turn_that_was_longer(pipe: Stack) -> None:
+    session = open_session(pipe, ttl_s=1.0)
+    session.chat([user("x")], max_tokens=1000, extra_body={"ignore_eos": True})
+    wait_until(lambda: session.state()["status"] == "expired", 15, "the session expired behind its turn")
+    (entry,) = session.closed_group()["entries"]
+    assert (entry["sample"]["status"], len(entry["turns"])) == ("expired", 1)
+
+
+def test_a_session_that_ended_with_its_group_is_there_and_has_ended(pipe: Stack) -> None:
+    session = open_session(pipe, deadline_s=1.5)
+    session.chat([user("x")])
+    session.closed_group()
+    for refused in (
+        session.http.post(f"/v1/sessions/{session.id}/close", json={"reward": 1.0}),
+        session.http.delete(f"/v1/sessions/{session.id}"),
+    ):
+        assert code_of(refused)[:2] == (410, "session_ended")
 
 
 def test_a13_a_group_of_sessions_closes_once_with_an_entry_each(pipe: Stack) -> None:
