@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import httpx2
@@ -11,27 +11,17 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from rollgrid import Client, Retries
 
-from tests.support.stack import POLICY, Stack, stack, vllm
-from tests.support.tiny_models import TinyModel
+from tests.support.stack import POLICY, Stack
+
+from .conftest import BLOCK
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(540)]
 
-BLOCK = 32
 SESSIONS, TURNS, ADDED, SAMPLED = 6, 5, 40, 8
 PROMPTS = sum(turn * (ADDED + SAMPLED) + ADDED for turn in range(TURNS)) * SESSIONS
 WHOLE_BLOCKS = sum((turn * (ADDED + SAMPLED) - 1) // BLOCK * BLOCK for turn in range(1, TURNS)) * SESSIONS
 """Prompt tokens, and those of them that the turn before left in whole blocks (its last token has no KV yet)."""
 GREEDY: dict[str, Any] = {"max_tokens": SAMPLED, "ignore_eos": True, "temperature": 0.0}
-
-
-@pytest.fixture(scope="module")
-def engines() -> Iterator[Stack]:
-    env = {"ROLLGRID_SAMPLER_BLOCK_SIZE": str(BLOCK)}
-    with stack(vllm(slots=4, samplers=2, scorers=0, model=TinyModel(), env=env), start=False) as pipe:
-        pipe.start_servers()
-        for service in pipe.services.values():  # one engine after the other: two at once take longer than both
-            service.start().wait_ready(240)
-        yield pipe
 
 
 def counted(pipe: Stack) -> tuple[int, int]:
