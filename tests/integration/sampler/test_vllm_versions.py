@@ -1,6 +1,6 @@
-"""Real vLLM: after every refresh, full or LoRA, the answers are those of that version's weights.
+"""Real vLLM: after every refresh, full, delta or LoRA, the answers are those of that version's weights.
 
-One engine per model does it all: five full versions, five adapters, prompts that were cached under
+One engine per model does it all: two full versions, three deltas, five adapters, prompts that were cached under
 the version before.  With a safeguard taken out the same body fails.
 """
 
@@ -23,7 +23,7 @@ from tests.support.tiny_models import TinyModel, tiny_model
 
 from .flawed_engine import EXTENSION, Forgetful
 from .tiny_engine import MIB, request
-from .weight_versions import full_version, lora_version, merged, mismatch, model_of, one_tensor_changed
+from .weight_versions import full_version, lora_version, merged, mismatch, model_of, one_tensor_changed, rebuilt_version
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio, pytest.mark.timeout(600)]
 
@@ -31,6 +31,8 @@ SHORT = [5, 6, 7, 8]
 LONG = [(17 * place + 3) % 480 + 5 for place in range(70)]
 """Two KV blocks and a bit."""
 MODELS = [TinyModel(), TinyModel("qwen2"), TinyModel("qwen3"), TinyModel(tied=False)]
+FULLS = 2
+"""Versions that are sent whole; those after them are a chain of deltas."""
 MODES = [OnRefresh.WAIT, OnRefresh.ABORT, OnRefresh.KEEP]
 
 
@@ -74,16 +76,21 @@ async def worst(engine: Any, model: Any, version: int, adapter: int | None = Non
 
 @pytest.mark.parametrize("base", MODELS, ids=lambda m: f"{m.architecture}-{'tied' if m.tied else 'untied'}")
 async def test_each_version_answers_with_its_own_weights(base: TinyModel, tmp_path: Path) -> None:
-    """A02, A39, A40: full and LoRA versions, prefixes cached under the version before, <= 1e-4."""
+    """A02, A18, A39, A40: full versions, deltas on them, and LoRA, prefixes cached under the version before, <= 1e-4."""
     async with started(tiny_model(base), base=base) as engine:
         prints = {0: engine.loaded.fingerprint}
         model = model_of(tiny_model(base))
         assert await worst(engine, model, 0) <= 1e-4
+        folder = tiny_model(base)
         for version in range(1, 6):
-            folder = full_version(base, version, tmp_path)
+            before, whole = folder, full_version(base, version, tmp_path)
+            folder = rebuilt_version(before, whole) if version > FULLS else whole
             prints[version] = (await engine.load_version(version, folder, MODES[version % 3])).fingerprint
-            model = model_of(folder)
+            model = model_of(whole)
             assert await worst(engine, model, version) <= 1e-4
+            if folder != whole:
+                again = await engine.load_version(version, whole, OnRefresh.WAIT)
+                assert again.fingerprint == prints[version], "a rebuilt state is the one that was sent whole"
         for version in range(6, 11):
             await engine.remove_adapter(version - 2, OnRefresh.WAIT)
             adapter = lora_version(base, version, tmp_path / f"lora-{version}")

@@ -12,7 +12,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from rollgrid.weights_delta import delta_body, snapshot_of
+from rollgrid.weights_source import read_source
 from rollgrid_sampler.engines.base import Generated
+from rollgrid_weights.manifest import weights_digest
+from rollgrid_weights.rebuilding import rebuild
 
 from tests.support.tiny_models import TinyModel, tiny_model
 
@@ -39,6 +43,19 @@ def full_version(base: TinyModel, number: int, root: Path, *, dtype: str = "floa
     folder = root / f"full-{number}"
     shutil.copytree(tiny_model(base), folder, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
     model.to(getattr(torch, dtype)).save_pretrained(folder)
+    return folder
+
+
+def rebuilt_version(start: Path, target: Path) -> Path:
+    """The state of `target` as nodes have it that were sent a delta: made of `start` and what has changed since."""
+    old, new = (snapshot_of(read_source(str(folder), "full", None, copy=True)) for folder in (start, target))
+    body = delta_body(old, new, sorted(new.state))
+    assert body is not None
+    folder = target.with_name(f"{target.name}-rebuilt")
+    shutil.copytree(target, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    delta = target.with_name(f"{target.name}.rgdelta")
+    delta.write_bytes(body)
+    rebuild(start, [delta], folder, weights_digest(new.tensors.values()))
     return folder
 
 
