@@ -71,6 +71,8 @@ class Process:
     Start it from the main thread only: the kernel ends it when the thread that started it ends.
     """
 
+    poll_s = 0.005
+
     def __init__(
         self,
         name: str,
@@ -125,7 +127,7 @@ class Process:
                 raise ProcessDied(f"{self.name} ended with {self.returncode}\n{self.log_tail()}")
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{self.name} not ready within {timeout_s} s\n{self.log_tail()}")
-            time.sleep(0.005)
+            time.sleep(self.poll_s)
         return self
 
     def is_ready(self) -> bool:

@@ -22,6 +22,9 @@ READY_TIMEOUT_S = 40.0
 class ServiceProcess(Process):
     """A service and its health door, at the same port over restarts (ingest's is its own HTTP port)."""
 
+    poll_s = 0.05
+    """Starting takes a second or more, and each question is work for who answers it."""
+
     def __init__(self, service: str, folder: Path, env: Mapping[str, str], *, name: str | None = None) -> None:
         self.service = service.removeprefix("rollgrid_")
         if self.service not in SERVICES:
