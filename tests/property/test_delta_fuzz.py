@@ -160,6 +160,21 @@ def test_what_a_header_announces_is_bounded_before_anything_is_allocated(codec: 
 
 
 @both
+def test_segments_and_groups_that_would_keep_a_reader_busy_for_hours_are_refused(codec: Codec) -> None:
+    """Of zstd they take a few thousand bytes, of a reader a task or an unfolding of tables each."""
+    many = [["F32", 0, 0, [[1, 0, 0]] * 70_000]]
+    tensors = [["a", "F32", [70_000], 0]]
+    found = refused(with_header(BLOBS[codec], lambda header: header | {"tensors": tensors, "groups": many}))
+    assert (found.code, found.field, found.limit) == ("limit_exceeded", "groups", "65536 segments")
+    twice = [["F32", 0, 0, [[35_000, 0, 0]]]] * 2
+    found = refused(with_header(BLOBS[codec], lambda header: header | {"tensors": tensors, "groups": twice}))
+    assert (found.code, found.field, found.limit) == ("limit_exceeded", "groups", "1 groups of this dtype")
+    empty = [["F32", 0, 0, []]] * 2
+    found = refused(with_header(BLOBS[codec], lambda header: header | {"groups": [*header["groups"], *empty]}))
+    assert (found.code, found.field) == ("limit_exceeded", "groups")
+
+
+@both
 def test_another_base_is_refused_by_the_tensor(codec: Codec) -> None:
     delta = read_blob(BLOBS[codec])
     for other, says in (

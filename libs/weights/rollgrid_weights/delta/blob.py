@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from enum import IntEnum
 from pathlib import Path
 
@@ -33,6 +34,10 @@ MAX_TABLES = 1 << 20
 """Bytes of one group's frequency tables: more than 256 full ones take."""
 MAX_SEGMENT = 1 << 26
 """Elements of one segment: what a reader must hold at once."""
+MAX_SEGMENTS = 1 << 16
+"""Of all groups: each is a task of its own, whatever it holds."""
+GROUP_ELEMENTS = 1 << 22
+"""A dtype has at most one group for each so many elements begun: tables cost a reader far more than their bytes."""
 MAX_ELEMENTS = 1 << 48
 
 
@@ -185,9 +190,8 @@ def _check(header: DeltaHeader, payload: int) -> None:
         lane[1] += tensor.changed
     if sum(lane[0] for lane in lanes.values()) > MAX_ELEMENTS:
         raise _over("the tensors of the delta are too large", "tensors", f"{MAX_ELEMENTS} elements")
+    _check_counts(header, {dtype: lane[0] for dtype, lane in lanes.items()})
     for group in header.groups:
-        if group.dtype not in lanes:
-            raise invalid("a group of the delta is of a dtype that no tensor has", "groups")
         lane = lanes[group.dtype]
         if not 0 <= group.raw <= MAX_TABLES or group.tables < 0:
             raise invalid("a group of the delta has tables of impossible size", "groups")
@@ -202,6 +206,19 @@ def _check(header: DeltaHeader, payload: int) -> None:
             payload -= segment.bytes
     if payload or any(lane != [0, 0] for lane in lanes.values()):
         raise invalid("the segments of the delta are not those of its tensors", "groups")
+
+
+def _check_counts(header: DeltaHeader, elements: Mapping[str, int]) -> None:
+    """How many segments and groups there are: what a few bytes announce must not keep a reader busy for hours."""
+    segments = sum(len(group.segments) for group in header.groups)
+    if segments > MAX_SEGMENTS:
+        raise _over(f"the delta has {segments} segments", "groups", f"{MAX_SEGMENTS} segments")
+    for dtype, count in Counter(group.dtype for group in header.groups).items():
+        if dtype not in elements:
+            raise invalid("a group of the delta is of a dtype that no tensor has", "groups")
+        most = max(1, -(-elements[dtype] // GROUP_ELEMENTS))
+        if count > most:
+            raise _over(f"the delta has {count} groups of {dtype}", "groups", f"{most} groups of this dtype")
 
 
 def _check_tensor(tensor: DeltaTensor) -> None:
