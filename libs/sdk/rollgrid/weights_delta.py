@@ -140,6 +140,9 @@ def delta_files(base: Snapshot, target: Snapshot, *, most: int | None = None) ->
 
     Raises ConfigurationError when the two do not have the same tensors.
     """
+    gone = sorted(base.state.keys() - target.state.keys())
+    if gone:  # a delta has no word for a tensor that is there no more: its reader would keep it
+        raise ConfigurationError(f"{gone[0]} is in the version that the delta goes on from, and not in this one")
     left = most
     found: list[DeltaFile] = []
     for number, names in enumerate(_shards(target.state), 1):

@@ -126,6 +126,19 @@ def test_A60_a_publisher_that_remembers_nothing_is_told_so_and_auto_begins_anew(
         trainer.fleet.assert_truthful()
 
 
+def test_A60_a_tensor_that_is_there_no_more_is_no_matter_of_a_delta(trainer: Trainer) -> None:
+    """A copy of the tied embedding beside it, and then not: a delta would leave the copy where it was."""
+    trainer.state["lm_head.weight"] = trainer.state[EMBEDDING].copy()
+    assert trainer.publish("auto") == "full"
+    del trainer.state["lm_head.weight"]
+    with pytest.raises(ConfigurationError, match=r"lm_head\.weight"):
+        trainer.publish("delta")
+    assert trainer.publish("auto") == "full"
+    trainer.step()
+    assert trainer.publish("auto") == "delta"
+    trainer.fleet.assert_truthful()
+
+
 def test_A43_a_joiner_in_mid_chain_rebuilds_anchor_and_deltas(pipe: Stack, trainer: Trainer) -> None:
     for _ in range(3):
         trainer.step()
