@@ -11,35 +11,27 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections import OrderedDict
-from collections.abc import Coroutine
-from functools import partial
 from typing import Any, cast
 
-import msgspec
 from rollgrid_contracts import ids, subjects
 from rollgrid_contracts.fleet import CancelWork, DrainWorker, LaneOpened, WorkerCommand, WorkerState
-from rollgrid_contracts.jobs import Job, OpenEpisode, Priority, SampleGroup, VersionRule
-from rollgrid_contracts.subjects import EVERY_WORKER, PoolLane
+from rollgrid_contracts.subjects import EVERY_WORKER
 from rollgrid_contracts.topology import JOBS, lane_consumer
 from rollgrid_runtime.blobs import Blobs
 from rollgrid_runtime.bus import Bus
-from rollgrid_runtime.errors import BusError, PayloadGone, StorageError
+from rollgrid_runtime.errors import BusError
 from rollgrid_runtime.group_commit import GroupCommit
-from rollgrid_runtime.logging import bound, get_logger
-from rollgrid_runtime.pulling import Delivery
+from rollgrid_runtime.logging import get_logger
 from rollgrid_runtime.service import connections, instance_name, spare_collector
 from rollgrid_runtime.settings import NatsSettings, RedisSettings, S3Settings
 from rollgrid_runtime.state import State
 
-from . import metrics, traces
+from . import metrics
 from .engines.base import EngineDead
 from .engines.choice import make_engine, prove
-from .fair import WEIGHTS, FairQueue
 from .handler import Context, Handler
 from .headroom import Headroom
 from .heartbeats import Heartbeats
-from .jobs import HeldJob, Outcome
 from .lane_claims import LaneClaims
 from .lanes import Lane, Lanes
 from .lease import Lease
@@ -47,23 +39,18 @@ from .ledger import LedgerDesk
 from .parsing import ParserDesk
 from .partials import Partials
 from .settings import EngineKind, SamplerSettings
-from .slots import Slots
 from .streaming import Pace
 from .suspects import Suspects
-from .triage import Triage, Verdict
+from .triage import Triage
 from .weights import Weights
+from .work import Work, cancelled
 
 log = get_logger(__name__)
-ANY_JOB = cast(type[SampleGroup | OpenEpisode], Job)
 ANY_COMMAND = cast(type[CancelWork | DrainWorker], WorkerCommand)
-REMEMBERED = 20_000
-"""Refused jobs remembered."""
 DRAIN_MARGIN_S = 2.0
 """Kept back from the drain's time for handing work back and flushing."""
 GIVE_UP_LANES_S = 1.0
 """A worker that ends tells the others so long that its lanes are free."""
-PRIVATE_AHEAD = 4
-"""Jobs of private lanes in hand, as a multiple of the slots: nobody else would have them, and the fair queue sees more tenants."""
 
 
 class SamplerService:
@@ -87,21 +74,15 @@ class SamplerService:
         self.engine = make_engine(settings)
         self._nats, self._s3, self._redis = nats or NatsSettings(), s3 or S3Settings(), redis
         self._stack = contextlib.AsyncExitStack()
-        self._slots = Slots(settings.places, settings.express_places)
-        self._queue: FairQueue[PoolLane, HeldJob] = FairQueue()
-        self._held: dict[int, HeldJob] = {}
-        self._triage: set[asyncio.Task[None]] = set()
-        self._refusals: OrderedDict[int, int] = OrderedDict()
-        self._room = asyncio.Event()
-        self._idle = asyncio.Event()
+        self._handler: Handler
+        self._verdicts: Triage
+        self._claims: LaneClaims
+        self.work = Work(settings, self.worker, lambda: self._handler, lambda: self._verdicts, self._fail)
         self._failure: asyncio.Future[None] | None = None
         self._drain_asked = asyncio.Event()
         self._started_at = time.time()
         self._engine_ok_at = 0.0
         self._engine_problem: str | None = "starting"
-        self._draining = False
-        self._closing = False
-        self._mean_cost = 8.0
 
     # -- life ---------------------------------------------------------------------------------
 
@@ -128,9 +109,15 @@ class SamplerService:
             self.worker,
             self.incarnation,
         )
-        self._handler = Handler(context, self._free_seat)
+        self._handler = Handler(context, self.work.free_seat)
         self._lanes = Lanes(
-            bus, self.pool, self.worker, self._allowance, self._wait_for_room, self._take, lambda: self._claims.held
+            bus,
+            self.pool,
+            self.worker,
+            self._allowance,
+            self.work.wait_for_room,
+            self.work.take,
+            lambda: self._claims.held,
         )
         self._claims = LaneClaims(
             bus, self.worker, self.incarnation, self.pool, self._lanes.look_soon, kept_s=self.settings.lane_kept_s
@@ -155,11 +142,11 @@ class SamplerService:
 
     def _expose(self) -> None:
         """What is read when it is scraped."""
-        metrics.SLOTS.set(self._slots.total)
+        metrics.SLOTS.set(self.work.slots.total)
         for gauge, read in (
-            (metrics.BUSY, lambda: self._slots.busy),
-            (metrics.QUEUED, lambda: len(self._queue)),
-            (metrics.HELD, lambda: len(self._held)),
+            (metrics.BUSY, lambda: self.work.slots.busy),
+            (metrics.QUEUED, lambda: self.work.queued),
+            (metrics.HELD, lambda: len(self.work.held())),
             (metrics.LANES, lambda: self._lanes.count),
             (metrics.HEALTH_AGE, metrics.age(lambda: self._engine_ok_at)),
             (metrics.VERSION, lambda: self._weights.current),
@@ -173,7 +160,7 @@ class SamplerService:
         log.info("engine_starting", engine=self.settings.engine.value, pool=self.pool)
         try:
             await self._weights.load()
-            await self._work()
+            await self._loop()
         except BaseExceptionGroup as group:  # a loop's TaskGroup wraps what ended it
             dead = group.subgroup(EngineDead)
             raise (dead.exceptions[0] if dead is not None else group) from group
@@ -182,13 +169,13 @@ class SamplerService:
             if self._weights.quarantined is not None:
                 await self._heal()
 
-    async def _work(self) -> None:
+    async def _loop(self) -> None:
         """All loops, until one of them ends."""
         loops = (
             self._commit.run(),
             self._weights.follow(),
             self._watch_engine(),
-            Heartbeats(self._nats.ack_wait_s, self._held.values, lambda: self._engine_ok_at).run(),
+            Heartbeats(self._nats.ack_wait_s, self.work.held, lambda: self._engine_ok_at).run(),
             self._lease.keep(),
             self._dispatch(),
             self._claims.run(),
@@ -203,7 +190,7 @@ class SamplerService:
                 task.result()
         finally:
             self._engine_problem = self._engine_problem or "stopped"
-            await _cancelled(tasks)
+            await cancelled(tasks)
             await self._hand_back()
 
     async def _open(self) -> None:
@@ -217,7 +204,7 @@ class SamplerService:
             await self.bus.subscribe(subjects.worker_control(target), ANY_COMMAND, self._on_command)
         await self.bus.subscribe(subjects.LANES_CONTROL, LaneOpened, self._lanes.on_opened)
         self._engine_problem = None
-        self._room.set()
+        self.work.look()
 
     async def _heal(self) -> None:
         """Out of rotation, and the lease says why: mend what can be mended before the process starts anew."""
@@ -226,27 +213,25 @@ class SamplerService:
         try:
             await self._weights.heal()
         finally:
-            await _cancelled([telling])
+            await cancelled([telling])
 
     async def drain(self) -> None:
         """Take nothing more but the own lane's, finish what runs, hand the rest back."""
-        self._draining = True
+        self.work.draining = True
         try:
             async with asyncio.timeout(max(0.0, self.settings.drain_s - DRAIN_MARGIN_S)):
                 if hasattr(self, "_lanes"):
                     await self._lease.renew()
                     await self._lanes.stop_pool()
                     await self._claims.leave(own=False)
-                    await self._return_unstarted(private=False)
+                    await self.work.return_unstarted(private=False)
                     await self._finish_lane()
                     await self._claims.leave(own=True)
                     await self._lanes.stop()
-                    await self._return_unstarted(private=True)
-                    while self._held:
-                        self._idle.clear()
-                        await self._idle.wait()
+                    await self.work.return_unstarted(private=True)
+                    await self.work.ended()
         except TimeoutError:
-            log.warning("drain_cut_short", held=len(self._held))
+            log.warning("drain_cut_short", held=len(self.work.held()))
 
     async def _finish_lane(self) -> None:
         """No session is bound here any more: what waits on the own lane is begun, for half of the time at most."""
@@ -255,11 +240,10 @@ class SamplerService:
             async with asyncio.timeout((self.settings.drain_s - DRAIN_MARGIN_S) / 2):
                 while self.worker in self._claims.held:
                     info = await self.bus.consumer_info(JOBS.name, lane.durable)
-                    waits = any(held.private and held.task is None for held in self._held.values())
-                    if info is None or not (info.num_pending or waits):
+                    if info is None or not (info.num_pending or self.work.private_waits()):
                         break
-                    await self._wait_for_room()
-        self._closing = True
+                    await self.work.wait_for_room()
+        self.work.closing = True
 
     async def stop(self) -> None:
         if hasattr(self, "_lease"):
@@ -269,202 +253,32 @@ class SamplerService:
         await self.engine.close()
         await self._stack.aclose()
 
-    # -- deliveries in ------------------------------------------------------------------------
+    # -- work ---------------------------------------------------------------------------------
 
     def _allowance(self, lane: Lane) -> int:
-        """Jobs this lane may ask for now: its share of the free slots, and a small prefetch."""
         if self._engine_problem is not None:
             return 0
         if lane == self.worker:
-            held = sum(one.private for one in self._held.values())
-            return 0 if self._closing else max(0, PRIVATE_AHEAD * self._slots.total - held)
-        if self._draining:
-            return 0
-        depth = self._queue.depth(lane) if isinstance(lane, PoolLane) else self._waiting_of(lane)
-        free = max(0.0, self._slots.free - self._queue.cost) / self._mean_cost
-        share = free / max(1, len(self._lanes.working | {lane}))
-        return max(0, int(share) + self.settings.prefetch - depth) or (
-            1 if self._slots.free > self._queue.cost and not depth else 0
-        )
-
-    def _waiting_of(self, worker: str) -> int:
-        """Jobs of another worker's lane that wait here."""
-        subject = subjects.jobs_worker(worker)
-        return sum(one.task is None and one.delivery.subject == subject for one in self._held.values())
-
-    async def _wait_for_room(self) -> None:
-        self._room.clear()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(0.5):
-                await self._room.wait()
-
-    async def _take(self, lane: Lane, delivery: Delivery) -> None:
-        """A delivery from the lane's reader: hold it, and triage it beside the reading."""
-        known = self._held.get(delivery.sequence)
-        if known is not None:  # came back to us while we work on it: the newer delivery is the one to ack
-            known.delivery = delivery
-            return
-        try:
-            job = await delivery.message(ANY_JOB)
-        except PayloadGone as error:
-            log.error("job_payload_gone", sequence=delivery.sequence, error=error.message)
-            await self._settle(delivery, Outcome.ACK)
-            return
-        except StorageError as error:
-            log.warning("job_unreadable_now", sequence=delivery.sequence, error=error.message)
-            await self._settle(delivery, Outcome.REFUSE)
-            return
-        except (msgspec.DecodeError, RecursionError) as error:
-            log.error("job_undecodable", sequence=delivery.sequence, error=repr(error))
-            await self._settle(delivery, Outcome.ACK)
-            return
-        if not isinstance(job, SampleGroup):
-            await self._settle(delivery, Outcome.ACK)
-            return
-        refused = self._refusals.get(delivery.sequence, 0)
-        begun = delivery.delivered - 1 - refused > 0
-        held = HeldJob(delivery, job, _share_of(job, lane), suspect=begun, private=isinstance(lane, str))
-        if begun and (job.weights.rule is not VersionRule.LATEST or job.pinned):
-            held.suspect, held.refused = False, True  # others may have given it back as often as that
-        self._held[held.sequence] = held
-        metrics.delivered(held)
-        traces.begin(held, self.worker)
-        with bound(**held.ids):
-            await self._triage_or_queue(held)
-
-    async def _triage_or_queue(self, held: HeldJob) -> None:
-        self._mean_cost += (max(1, len(held.job.indexes)) - self._mean_cost) / 16
-        match self._verdicts.first(held):
-            case Verdict.OVER:
-                await self._end(held, Outcome.ACK)
-            case Verdict.REFUSE:
-                await self._end(held, Outcome.REFUSE)
-            case Verdict.ASK:
-                self._beside(self._ask(held))
-            case Verdict.QUEUE:
-                self._enqueue(held)
-
-    def _beside(self, triage: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(triage)
-        self._triage.add(task)
-        task.add_done_callback(self._triage.discard)
-
-    async def _ask(self, held: HeldJob) -> None:
-        outcome = await self._verdicts.ask(held)
-        if held.cancelled or self._held.get(held.sequence) is not held:
-            return
-        if outcome is None:
-            self._enqueue(held)
-        else:
-            await self._end(held, outcome)
-
-    def _enqueue(self, held: HeldJob) -> None:
-        if held.cancelled or self._begins_no(held) or self._held.get(held.sequence) is not held:
-            return
-        self._queue.push(held.lane, held, max(1, len(held.missing)), WEIGHTS[held.lane.priority])
-        self._room.set()
-
-    def _begins_no(self, held: HeldJob) -> bool:
-        return self._closing or (self._draining and not held.private)
-
-    # -- work ---------------------------------------------------------------------------------
+            return self.work.private_allowance()
+        return self.work.allowance(lane, len(self._lanes.working | {lane}))
 
     async def _dispatch(self) -> None:
         """Start samples whenever there may be room for more."""
         await self._open()
         while True:
-            self._fill()
-            await self._wait_for_room()
-
-    def _fill(self) -> None:
-        """Start the samples whose turn it is, as many as there is room for."""
-        while (held := self._next()) is not None:
-            if held.task is None:
-                self._slots.admit(held.sequence, held.job.tenant, alone=held.alone)
-                held.span.event("dispatched", time.time())
-                held.task = asyncio.create_task(self._handler.handle(held), name=held.job.group_id)
-                held.task.add_done_callback(partial(self._worked, held))
-            self._slots.start(held.sequence)
-            held.seats.release()
-
-    def _next(self) -> HeldJob | None:
-        """The job whose next sample may start.  A suspect in turn waits until nothing else is in hand."""
-        first = self._queue.peek()
-        if first is not None and first.task is None and first.alone and not self._slots.admissible(alone=True):
-            return self._queue.take(lambda held: held.task is not None and self._may_start(held))
-        return self._queue.take(self._may_start)
-
-    def _may_start(self, held: HeldJob) -> bool:
-        if held.task is None and (self._begins_no(held) or not self._slots.admissible(alone=held.alone)):
-            return False
-        return self._slots.room(held.job.tenant, hurried=held.lane.priority is Priority.INTERACTIVE)
-
-    def _free_seat(self, held: HeldJob) -> None:
-        self._slots.release(held.sequence)
-        self._fill()
-        self._room.set()
-
-    def _worked(self, held: HeldJob, task: asyncio.Task[Outcome]) -> None:
-        self._queue.remove(lambda waiting: waiting is held)
-        self._slots.leave(held.sequence)
-        self._fill()
-        self._room.set()
-        if task.cancelled():
-            return  # draining: handed back by whoever cancelled it
-        error = task.exception()
-        if error is not None:
-            if self._failure is not None and not self._failure.done():
-                self._failure.set_exception(error)
-            return
-        settling = asyncio.create_task(self._end(held, task.result()))
-        self._triage.add(settling)
-        settling.add_done_callback(self._triage.discard)
-
-    async def _end(self, held: HeldJob, outcome: Outcome) -> None:
-        self._held.pop(held.sequence, None)
-        held.span.set(outcome=outcome.value)
-        held.span.end()
-        if outcome is Outcome.REFUSE:
-            metrics.REFUSALS.inc()
-            self._refusals[held.sequence] = self._refusals.get(held.sequence, 0) + 1
-            while len(self._refusals) > REMEMBERED:
-                self._refusals.popitem(last=False)
-        else:
-            self._refusals.pop(held.sequence, None)
-        with bound(**held.ids):
-            await self._settle(held.delivery, outcome)
-            log.debug("job_settled", outcome=outcome.value, attempt=held.attempt)
-        if not self._held:
-            self._idle.set()
-        self._room.set()
-
-    async def _settle(self, delivery: Delivery, outcome: Outcome) -> None:
-        try:
-            if outcome is Outcome.ACK:
-                await delivery.ack()
-            else:
-                await delivery.nak(self.settings.refuse_delay_s if outcome is Outcome.REFUSE else 0.0)
-        except BusError as error:  # it comes again after the ack-wait, and the record tells what is done
-            log.warning("delivery_not_settled", sequence=delivery.sequence, outcome=outcome.value, error=error.message)
+            self.work.fill()
+            await self.work.wait_for_room()
 
     async def _on_command(self, command: CancelWork | DrainWorker, _reply: str) -> None:
         if isinstance(command, DrainWorker):
             log.info("drain_asked", deadline=command.deadline)
             self._drain_asked.set()
-            return
-        cancels = self._verdicts.cancels
-        cancels.note(command)
-        for held in self._queue.remove(lambda held: held.task is None and cancels.wants(held.job)):
-            if not cancels.ends(held.job):
-                held.abort()
-                self._beside(self._ask(held))
-        for held in list(self._held.values()):
-            if cancels.ends(held.job) and not held.cancelled:
-                held.cancel()
-                if held.task is None:
-                    await self._end(held, Outcome.ACK)
-            elif cancels.aborts(held.job):
-                held.abort()
+        else:
+            await self.work.cancel(command)
+
+    def _fail(self, error: BaseException) -> None:
+        if self._failure is not None and not self._failure.done():
+            self._failure.set_exception(error)
 
     # -- loops --------------------------------------------------------------------------------
 
@@ -485,10 +299,10 @@ class SamplerService:
             region=self.settings.region,
             dtype=self.settings.dtype,
             slots=self.settings.slots,
-            busy=min(self._slots.busy, self.settings.slots),
+            busy=min(self.work.slots.busy, self.settings.slots),
             max_model_len=self.engine.facts.max_model_len,
             loaded=self._weights.loaded(),
-            draining=self._draining,
+            draining=self.work.draining,
             quarantined=self._weights.quarantined,
             started_at=self._started_at,
             renewed_at=time.time(),
@@ -497,7 +311,7 @@ class SamplerService:
             max_loras=self.engine.facts.max_loras,
             swapping=self._weights.swapping,
             weights_problem=self._weights.problem,
-            waiting=self._queue.cost,
+            waiting=self.work.waiting,
         )
 
     async def _until_failure(self) -> None:
@@ -513,23 +327,13 @@ class SamplerService:
         await self._drain_asked.wait()
         await self.drain()
 
-    # -- handing back -------------------------------------------------------------------------
-
-    async def _return_unstarted(self, *, private: bool) -> None:
-        self._queue.remove(lambda held: held.task is None and held.private is private)
-        for held in [h for h in self._held.values() if h.task is None and h.private is private]:
-            await self._end(held, Outcome.RETURN)
-
     async def _hand_back(self) -> None:
         """Stop all work; whatever is still held goes back at once for others to take."""
-        self._draining = self._closing = True
+        self.work.draining = self.work.closing = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(GIVE_UP_LANES_S):
                 await self._claims.leave(own=True)
-        working = [held.task for held in self._held.values() if held.task is not None]
-        await _cancelled([*working, *self._triage])
-        for held in list(self._held.values()):
-            await self._end(held, Outcome.RETURN)
+        await self.work.hand_back()
 
     # -- health -------------------------------------------------------------------------------
 
@@ -545,7 +349,7 @@ class SamplerService:
             found["weights"] = self._weights.problem
         if self._weights.quarantined is not None:
             found["quarantined"] = self._weights.quarantined
-        if self._draining:
+        if self.work.draining:
             found["draining"] = "takes no new work"
         return found
 
@@ -560,24 +364,10 @@ class SamplerService:
             "fingerprint": loaded.fingerprint,
             "adapters": sorted(loaded.adapters),
             "slots": self.settings.slots,
-            "busy": min(self._slots.busy, self.settings.slots),
-            "held": len(self._held),
-            "queued": len(self._queue),
+            "busy": min(self.work.slots.busy, self.settings.slots),
+            "held": len(self.work.held()),
+            "queued": self.work.queued,
             "lanes": self._lanes.count,
             "tokens_total": self._handler.tokens_total,
             "samples_total": self._handler.samples_total,
         }
-
-
-def _share_of(job: SampleGroup, lane: Lane) -> PoolLane:
-    """Whose turn it uses: what comes by a private lane counts to its tenant's share as what comes by the pool's."""
-    if isinstance(lane, PoolLane):
-        return lane
-    return PoolLane(job.pool, Priority.INTERACTIVE if job.session is not None else job.priority, job.tenant)
-
-
-async def _cancelled(tasks: list[asyncio.Task[Any]]) -> None:
-    for task in tasks:
-        task.cancel()
-    if tasks:
-        await asyncio.wait(tasks)

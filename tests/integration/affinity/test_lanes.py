@@ -71,9 +71,9 @@ async def test_a_drain_finishes_the_own_lane_and_then_gives_it_up(
         nats_settings, s3, instance="w-1", slots=2, express=0, scripted_token_rate=200.0, drain_s=30.0
     ) as service:
         await to_lane(stage, "w-1", *jobs)
-        await until(lambda: service._slots.busy == 2, 20, "the lane is being read")
+        await until(lambda: service.work.slots.busy == 2, 20, "the lane is being read")
         await stage.bus.publish_core(subjects.worker_control("w-1"), DrainWorker(deadline=time.time() + 30))
-        await until(lambda: service._draining, 10, "the drain")
+        await until(lambda: service.work.draining, 10, "the drain")
         assert (await stage.workers())["w-1"].draining, "ingest binds nothing to it any more"
         samples = await ended(stage, *jobs)
     assert {sample.worker for sample in samples} == {"w-1"}
@@ -98,7 +98,7 @@ async def test_a_drain_without_time_leaves_the_rest_to_a_peer(
             nats_settings, s3, instance="w-1", slots=1, express=0, scripted_token_rate=100.0, drain_s=4.0
         ) as service:
             await to_lane(stage, "w-1", *jobs)
-            await until(lambda: service._slots.busy == 1, 20, "the lane is being read")
+            await until(lambda: service.work.slots.busy == 1, 20, "the lane is being read")
         samples = await ended(stage, *jobs)
         await until(lambda: settled(stage, "w-1"), 10, "the lane is empty")
     workers = [sample.worker for sample in samples]

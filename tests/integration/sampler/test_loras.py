@@ -50,7 +50,7 @@ async def settled(one: SamplerService, current: int, adapters: set[int]) -> None
 
 async def running(one: SamplerService, samples: int) -> None:
     async with asyncio.timeout(10):
-        while one._slots.busy < samples:
+        while one.work.slots.busy < samples:
             await asyncio.sleep(0.01)
 
 
@@ -253,7 +253,7 @@ async def test_a_version_that_never_comes_is_an_error_to_try_again_and_no_start(
         assert time.time() < never.deadline + 1
         await versions.desire(1)
         async with asyncio.timeout(10):  # nobody is suspected, or each would have a sampler to itself
-            while one._slots.jobs + two._slots.jobs < len(soon):
+            while one.work.slots.jobs + two.work.slots.jobs < len(soon):
                 await asyncio.sleep(0.01)
         for job in soon:
             assert versions.lies(job.group_id, (await stage.finished(job)).values()) == []

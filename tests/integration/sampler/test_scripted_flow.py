@@ -7,6 +7,7 @@ import time
 
 import numpy as np
 import pytest
+from prometheus_client import REGISTRY
 from rollgrid_contracts import ids, subjects
 from rollgrid_contracts.failures import ErrorCode
 from rollgrid_contracts.fleet import CancelWork, DrainWorker
@@ -200,7 +201,7 @@ async def test_cancel_aborts_running_and_waiting_groups(
         for job in slow:
             await stage.submit(job)
         async with asyncio.timeout(10):
-            while len(service._held) < 2:
+            while len(service.work.held()) < 2:
                 await asyncio.sleep(0.01)
         await stage.bus.publish_core(
             subjects.worker_control("all"), CancelWork(group_ids=tuple(job.group_id for job in slow))
@@ -209,7 +210,7 @@ async def test_cancel_aborts_running_and_waiting_groups(
         good = make_job("good")
         await stage.submit(good)
         await stage.finished(good)
-        assert service._slots.busy == 0
+        assert service.work.slots.busy == 0
     assert {e.group_id for e in await stage.read()} == {good.group_id}
 
 
@@ -232,12 +233,13 @@ async def test_a_version_nobody_has_is_refused_without_counting(
     served = make_job("served", weights=WeightConstraint(rule=VersionRule.EXACT, value=0))
     await stage.submit(waiting)
     await stage.submit(served)
+    before = _refusals()
     async with sampler(nats_settings, s3) as service:
         await stage.finished(served)
         async with asyncio.timeout(10):
-            while service._refusals.get(1, 0) < 3:
+            while _refusals() < before + 3:
                 await asyncio.sleep(0.02)
-        assert not any(held.suspect for held in service._held.values())
+        assert not any(held.suspect for held in service.work.held())
     assert {e.group_id for e in await stage.read()} == {served.group_id}
     assert (await stage.pending(PoolLane(POOL, Priority.NORMAL, "acme")))[0] + (
         await stage.pending(PoolLane(POOL, Priority.NORMAL, "acme"))
@@ -269,11 +271,11 @@ async def test_a_drain_finishes_what_runs_and_hands_back_the_rest(
         await stage.submit(job)
     async with sampler(nats_settings, s3, slots=16, scripted_token_rate=200.0, prefetch=4) as service:
         async with asyncio.timeout(10):
-            while service._slots.busy < 16:
+            while service.work.slots.busy < 16:
                 await asyncio.sleep(0.01)
         await stage.bus.publish_core(subjects.worker_control(service.worker), DrainWorker(deadline=time.time() + 5))
         async with asyncio.timeout(10):
-            while service._held or not service._draining:
+            while service.work.held() or not service.work.draining:
                 await asyncio.sleep(0.01)
         running = {event.group_id for event in await stage.read()}
     assert 2 <= len(running) < 10
@@ -309,3 +311,7 @@ async def test_a_full_record_is_waited_out_not_dropped(
         for job in jobs:
             await stage.finished(job)
         await stage.clean()
+
+
+def _refusals() -> float:
+    return REGISTRY.get_sample_value("rollgrid_sampler_refusals_total") or 0.0

@@ -126,7 +126,7 @@ async def test_a_cancelled_turn_ends_as_cancelled_and_its_session_goes_on(
         await _held(one, 5)
         await _cancel(stage, CancelWork(group_ids=(), turns=(running.call_id, queued.call_id, later.call_id)))
         await ended(stage, running, queued)
-        assert one._slots.busy == 3, "the others go on"
+        assert one.work.slots.busy == 3, "the others go on"
         await stage.submit(later)
         await _cancel(stage, CancelWork(group_ids=(closed[0].group_id,)))
         cancelled = await ended(stage, running, queued, later)
@@ -194,7 +194,7 @@ async def test_a_poison_turn_is_quarantined_without_its_neighbours(
 
 
 async def _held(one: SamplerService, jobs: int) -> None:
-    await until(lambda: len(one._held) == jobs and one._slots.busy == min(jobs, one._slots.total))
+    await until(lambda: len(one.work.held()) == jobs and one.work.slots.busy == min(jobs, one.work.slots.total))
 
 
 async def _cancel(stage: Stage, command: CancelWork) -> None:

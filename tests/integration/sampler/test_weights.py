@@ -182,7 +182,7 @@ async def test_samples_running_at_a_swap_keep_their_constraint(
         await stage.submit(exact)
         await stage.submit(free)
         async with asyncio.timeout(10):
-            while one._slots.busy < 4:
+            while one.work.slots.busy < 4:
                 await asyncio.sleep(0.01)
         await asyncio.sleep(0.3)
         await policies.update(KEY, await publish(blobs, 1, b"new"), revision)
