@@ -38,7 +38,9 @@ class Verdict(StrEnum):
     OVER = "over"
     REFUSE = "refuse"
     ASK = "ask"
-    """`Triage.ask` knows, after a while."""
+    """`Triage.ask` knows, after a question to the record."""
+    WAIT = "wait"
+    """`Triage.ask` knows, but may wait for weights first."""
 
 
 class Cancels:
@@ -103,7 +105,7 @@ class Triage:
         held.doubtful = self._doubtful(held.delivery)
         if not self._served(job):
             soon = held.seconds_left() <= LAST_CHANCE * self._refuse_delay_s
-            return Verdict.ASK if soon or self._lost(job) else Verdict.REFUSE
+            return Verdict.WAIT if soon or self._lost(job) else Verdict.REFUSE
         return Verdict.ASK if held.doubtful else Verdict.QUEUE
 
     async def ask(self, held: HeldJob) -> Outcome | None:

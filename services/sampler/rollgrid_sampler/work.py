@@ -64,6 +64,7 @@ class Work:
         """None are."""
         self._queue: FairQueue[PoolLane, HeldJob] = FairQueue()
         self._held: dict[int, HeldJob] = {}
+        self._asking: dict[int, HeldJob] = {}
         self._beside: set[asyncio.Task[None]] = set()
         self._refusals: OrderedDict[int, int] = OrderedDict()
         self._room = asyncio.Event()
@@ -93,12 +94,16 @@ class Work:
         """Jobs one of `lanes` may ask for now: its share of the free slots, and a small prefetch."""
         if self.draining:
             return 0
-        depth = self._queue.depth(lane) if isinstance(lane, PoolLane) else self._waiting_of(lane)
+        depth = self._depth(lane) if isinstance(lane, PoolLane) else self._waiting_of(lane)
         free = max(0.0, self.slots.free - self._queue.cost) / self._mean_cost
         share = free / max(1, lanes)
         return max(0, int(share) + self._settings.prefetch - depth) or (
             1 if self.slots.free > self._queue.cost and not depth else 0
         )
+
+    def _depth(self, lane: PoolLane) -> int:
+        """Jobs of the lane that wait here, those the record is asked about too: a slow answer must not gather a backlog."""
+        return self._queue.depth(lane) + sum(held.lane == lane for held in self._asking.values())
 
     def _waiting_of(self, worker: str) -> int:
         """Jobs of another worker's lane that wait here."""
@@ -158,6 +163,9 @@ class Work:
             case Verdict.REFUSE:
                 await self._end(held, Outcome.REFUSE)
             case Verdict.ASK:
+                self._asking[held.sequence] = held
+                self._run_beside(self._ask(held))
+            case Verdict.WAIT:
                 self._run_beside(self._ask(held))
             case Verdict.QUEUE:
                 self._enqueue(held)
@@ -168,7 +176,10 @@ class Work:
         task.add_done_callback(self._beside.discard)
 
     async def _ask(self, held: HeldJob) -> None:
-        outcome = await self._verdicts().ask(held)
+        try:
+            outcome = await self._verdicts().ask(held)
+        finally:
+            self._asking.pop(held.sequence, None)
         if held.cancelled or self._held.get(held.sequence) is not held:
             return
         if outcome is None:

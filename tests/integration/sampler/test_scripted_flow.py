@@ -214,6 +214,21 @@ async def test_cancel_aborts_running_and_waiting_groups(
     assert {e.group_id for e in await stage.read()} == {good.group_id}
 
 
+async def test_a_silent_record_gathers_no_backlog_at_one_sampler(
+    stage: Stage, nats_settings: NatsSettings, s3: S3Settings
+) -> None:
+    """Jobs that may have been begun are asked about; meanwhile the rest of them stays for others."""
+    jobs = [make_job(f"old{i}") for i in range(40)]
+    for job in jobs:
+        await stage.submit(job)  # before the sampler connects: all are doubtful
+    most = 0
+    async with sampler(nats_settings, s3, slots=8) as service, asyncio.timeout(30):
+        while len(await stage.read()) < len(jobs):
+            most = max(most, len(service.work.held()))
+            await asyncio.sleep(0.001)
+    assert 0 < most <= 8, "a prefetch of 2 and what the slots take"
+
+
 async def test_past_its_deadline_a_job_is_left_to_the_ledger(
     stage: Stage, nats_settings: NatsSettings, s3: S3Settings
 ) -> None:
