@@ -54,6 +54,7 @@ class Stage:
         self.ended: dict[str, set[int]] = {}
         """Indexes whose sessions have ended, by group, as `ledger` tells."""
         self._read = 0
+        self._reading = asyncio.Lock()
 
     async def submit(self, job: SampleGroup) -> int:
         """Publish as ingest does; the job's RG_JOBS sequence."""
@@ -65,7 +66,8 @@ class Stage:
     async def read(self) -> list[SamplesFinished]:
         """Every event of RG_SAMPLES so far (as far as the server answers)."""
         with contextlib.suppress(BusError):
-            await self._read_on()
+            async with self._reading:  # the ledger's answers read too
+                await self._read_on()
         return [event for _, _, event in self.events]
 
     async def _read_on(self) -> None:
