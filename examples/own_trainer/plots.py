@@ -27,7 +27,7 @@ def draw(runs: Mapping[str, list[History]], path: Path, title: str) -> None:
             [e.reward for e in run.exams],
         ),
         "oldest token, versions behind": lambda run: _steps(run, "staleness_max"),
-        "largest |Δlogprob| to the trainer's own forward pass": lambda run: _steps(run, "difference"),
+        "largest |Δlogprob| to the trainer's forward": lambda run: _steps(run, "difference"),
         "useful samples": lambda run: _steps(run, "useful"),
         "sampled tokens per second of the whole step": _throughput,
         "bytes published": lambda run: _steps(run, "published_bytes"),
@@ -47,7 +47,7 @@ def draw(runs: Mapping[str, list[History]], path: Path, title: str) -> None:
     axes.flat[3].set_yscale("log")
     axes.flat[3].axhline(TOLERANCE, color="black", linewidth=0.8, linestyle="--")
     for axis in axes.flat[4:]:
-        axis.set_ylim(bottom=0)
+        axis.set_ylim(0, 1.05 * axis.get_ylim()[1])
     axes.flat[0].legend(frameon=False)
     figure.suptitle(title)
     figure.savefig(path, dpi=110)

@@ -190,6 +190,7 @@ def test_a_delete_stops_the_turn_under_way(pipe: Stack) -> None:
     [
         ({"turn_rewards": {"3": 1.0}}, "turn_rewards.3"),
         ({"turn_rewards": {"x": 1.0}}, "turn_rewards.x"),
+        ({"turn_rewards": {"00": 1.0}}, "turn_rewards.00"),
         ({"leaf": 5}, "leaf"),
         ({"outcome": "expired"}, "outcome"),
     ],
