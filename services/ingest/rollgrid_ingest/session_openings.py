@@ -142,7 +142,10 @@ def turn_rewards(given: dict[str, float] | None, turns: Any) -> dict[int, float]
     found: dict[int, float] = {}
     for name, value in (given or {}).items():
         field = f"turn_rewards.{name[:20]}"
-        if not (name.isascii() and name.isdigit() and len(name) < 10 and name == str(int(name))) or int(name) not in turns:
+        if (
+            not (name.isascii() and name.isdigit() and len(name) < 10 and name == str(int(name)))
+            or int(name) not in turns
+        ):
             raise invalid(f"{field}: there is no such turn", field)
         found[int(name)] = finite(value, field)
     return found
