@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Every test, in three processes side by side: those with a real engine (which keeps one core busy), those that
-# kill servers and cut the power (which mostly wait), and all others.  Arguments go to each, as in
+# kill servers and cut the power (which mostly wait) with those of some folders, and all others.  Arguments go to each, as in
 # `scripts/test.sh -k ledger -x`.  Fails when any of them fails.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -9,8 +9,8 @@ PYTEST="${VENV:-.venv}/bin/pytest"
 NO_TESTS=5 # pytest's exit code when a selection is empty
 
 ENGINE="vllm or clients"
-FAULTS="(chaos or power) and not ($ENGINE)"
-OTHERS="not chaos and not power and not ($ENGINE)"
+FAULTS="(chaos or power or beside_faults) and not ($ENGINE)"
+OTHERS="not (chaos or power or beside_faults) and not ($ENGINE)"
 
 logs=$(mktemp -d)
 pids=()
