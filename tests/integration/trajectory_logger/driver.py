@@ -96,7 +96,8 @@ class Driver:
             engine="scripted",
             samples=tuple(samples if samples is not None else (make_sample(index) for index in job.indexes)),
         )
-        return (await self.bus.publish(subjects.samples(todo, job.tenant), event)).sequence
+        # once, also where a restart swallows the answer: whoever scores names the sequence that is stored
+        return (await self.bus.publish(subjects.samples(todo, job.tenant), event, msg_id=ids.new_key())).sequence
 
     async def score(self, job: SampleGroup, seq: int, finished_seq: int, value: float = 1.0) -> None:
         results = tuple(
