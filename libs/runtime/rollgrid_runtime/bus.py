@@ -429,6 +429,14 @@ class Bus:
             raise BusError("a claim check needs S3, which this client has not")
         return await self._blobs.get_payload(codec.decode(data, BlobRef))
 
+    async def decoded(self, data: bytes | None, headers: Mapping[str, str] | None, kind: type[T]) -> T:
+        """The message of a payload as it is stored or delivered, in the content type it says it has.
+
+        Raises msgspec.DecodeError and RecursionError on malformed bytes, StorageError and PayloadGone as `resolve`.
+        """
+        payload = await self.resolve(data or b"", headers)
+        return codec.decode(payload, kind, (headers or {}).get(Header.CONTENT_TYPE.value, codec.MSGPACK))
+
 
 def _classified(error: Mapping[str, Any]) -> RollgridError:
     code, text = int(error.get("err_code", 0)), str(error.get("description", error))

@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, TypeVar
 
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
-from rollgrid_contracts import codec
-from rollgrid_contracts.topology import Header
 
 from .errors import ConsumerGone
 
@@ -59,8 +57,7 @@ class Delivery:
 
         Raises msgspec.DecodeError on malformed bytes, StorageError when the blob is out of reach.
         """
-        data = await self._bus.resolve(self.data, self.headers)
-        return codec.decode(data, kind, self.headers.get(Header.CONTENT_TYPE, codec.MSGPACK))
+        return await self._bus.decoded(self.data, self.headers, kind)
 
     async def ack(self) -> None:
         """Acknowledge without waiting (a lost ack means a redelivery)."""

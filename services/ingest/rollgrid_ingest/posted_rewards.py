@@ -13,8 +13,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from rollgrid_contracts import codec, subjects
-from rollgrid_contracts.topology import DEDUPE_HEADER, TRAJECTORIES, Header
+from rollgrid_contracts import subjects
+from rollgrid_contracts.topology import DEDUPE_HEADER, TRAJECTORIES
 from rollgrid_contracts.trajectories import RewardsPosted
 from rollgrid_runtime.archive import ArchiveReader
 from rollgrid_runtime.blobs import Blobs
@@ -137,8 +137,7 @@ class PostReader:
         return int(state.first_seq) > cursor + 1 or bool(state.num_deleted)
 
     async def _decoded(self, stored: Stored) -> RewardsPosted:
-        data = await self._bus.resolve(stored.data, stored.headers)
-        return codec.decode(data, RewardsPosted, stored.headers.get(Header.CONTENT_TYPE.value, codec.MSGPACK))
+        return await self._bus.decoded(stored.data, stored.headers, RewardsPosted)
 
 
 def _fold(standing: _Standing, sequence: int, post: RewardsPosted) -> None:

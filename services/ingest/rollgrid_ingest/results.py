@@ -126,9 +126,7 @@ class Results:
         owner, found = subjects.run_of_trajectory(subject)
         if owner != tenant or run not in (None, found):
             return None
-        headers = stored.headers or {}
-        data = await self._bus.resolve(stored.data or b"", headers)
-        return codec.decode(data, GroupClosed, headers.get(Header.CONTENT_TYPE.value, codec.MSGPACK))
+        return await self._bus.decoded(stored.data, stored.headers, GroupClosed)
 
     # -- one read -------------------------------------------------------------------------------
 

@@ -6,11 +6,11 @@ from datetime import datetime
 from typing import NamedTuple
 
 import msgspec
-from rollgrid_contracts import codec, subjects
+from rollgrid_contracts import subjects
 from rollgrid_contracts.episodes import SessionEnded, SessionForked, SessionOpened
 from rollgrid_contracts.samples import GroupsCancelled, SamplesFinished
 from rollgrid_contracts.scoring import SamplesScored
-from rollgrid_contracts.topology import SAMPLES, Header
+from rollgrid_contracts.topology import SAMPLES
 from rollgrid_episodes.tree import SessionEvent
 from rollgrid_runtime.bus import Bus
 from rollgrid_runtime.errors import PayloadGone
@@ -65,9 +65,7 @@ async def _event_of(bus: Bus, stored: Stored) -> SessionEvent | None:
 
 async def _decoded(bus: Bus, seq: int, data: bytes, headers: dict[str, str]) -> SessionEvent | None:
     try:
-        payload = await bus.resolve(data, headers)
-        kind = headers.get(Header.CONTENT_TYPE.value, codec.MSGPACK)
-        event: _Known = codec.decode(payload, _Known, kind)  # type: ignore[arg-type]
+        event: _Known = await bus.decoded(data, headers, _Known)  # type: ignore[arg-type]
     except (PayloadGone, msgspec.DecodeError, RecursionError) as error:
         log.warning("session_event_unreadable", seq=seq, error=str(error))
         return None

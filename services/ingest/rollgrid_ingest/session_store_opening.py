@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable
 
 import msgspec
-from rollgrid_contracts import codec, keys, subjects
+from rollgrid_contracts import keys, subjects
 from rollgrid_contracts.episodes import SessionOpened
 from rollgrid_contracts.failures import ErrorCode
 from rollgrid_contracts.jobs import OpenEpisode
 from rollgrid_contracts.scoring import ScorerKind
-from rollgrid_contracts.topology import JOBS, Header
+from rollgrid_contracts.topology import JOBS
 from rollgrid_episodes.tree import Tree
 from rollgrid_runtime.bus import Bus
 from rollgrid_runtime.errors import RollgridError
@@ -96,10 +96,7 @@ class Openings:
         stored = await self._bus.stored(JOBS.name, job_seq)
         if stored is None or stored.data is None:
             return
-        headers = stored.headers or {}
-        payload = await self._bus.resolve(stored.data, headers)
-        kind = headers.get(Header.CONTENT_TYPE.value, codec.MSGPACK)
-        same_group(codec.decode(payload, OpenEpisode, kind).n, opened)
+        same_group((await self._bus.decoded(stored.data, stored.headers, OpenEpisode)).n, opened)
 
     async def _admit(self, opened: SessionOpened) -> None:
         cap, now = self._settings.max_open_sessions, self._clock()

@@ -6,16 +6,17 @@ import asyncio
 import time
 from collections.abc import Coroutine
 from enum import StrEnum
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from rollgrid_contracts import ids
 from rollgrid_contracts.fleet import GroupStatus
-from rollgrid_contracts.jobs import SampleGroup
+from rollgrid_contracts.jobs import Job, OpenEpisode, SampleGroup
 from rollgrid_contracts.subjects import PoolLane
 from rollgrid_runtime.pulling import Delivery
 from rollgrid_runtime.telemetry import OFF, Span, trace_id
 
 T = TypeVar("T")
+ANY_JOB = cast(type[SampleGroup | OpenEpisode], Job)
 
 
 class Outcome(StrEnum):

@@ -15,13 +15,12 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable
-from typing import cast
 
 import msgspec
-from rollgrid_contracts import codec, subjects, topology
+from rollgrid_contracts import subjects, topology
 from rollgrid_contracts.fleet import LaneClaim, WorkerState
-from rollgrid_contracts.jobs import Job, OpenEpisode, SampleGroup
-from rollgrid_contracts.topology import LANES, WORKER_LEASE_S, Header
+from rollgrid_contracts.jobs import SampleGroup
+from rollgrid_contracts.topology import LANES, WORKER_LEASE_S
 from rollgrid_runtime.bus import Bus
 from rollgrid_runtime.errors import BusError, Conflict, PayloadGone, StorageError
 from rollgrid_runtime.kv import Table, Versioned, View
@@ -30,9 +29,9 @@ from rollgrid_runtime.logging import get_logger
 from rollgrid_runtime.rendezvous import ranked
 
 from . import metrics
+from .jobs import ANY_JOB
 
 log = get_logger(__name__)
-ANY_JOB = cast(type[SampleGroup | OpenEpisode], Job)
 LOOK_EVERY_S = 1.0
 TURN_S = 1.0
 """Each next worker of the order waits so much longer before it takes a lane."""
@@ -230,10 +229,8 @@ class LaneClaims:
         stored = await self._bus.last_stored(topology.JOBS.name, subject)
         if stored is None or stored.data is None:
             return None
-        headers = dict(stored.headers or {})
         try:
-            data = await self._bus.resolve(stored.data, headers)
-            job = codec.decode(data, ANY_JOB, headers.get(Header.CONTENT_TYPE, codec.MSGPACK))
+            job = await self._bus.decoded(stored.data, stored.headers, ANY_JOB)
         except (PayloadGone, msgspec.DecodeError, RecursionError) as error:
             log.warning("lane_job_unreadable", subject=subject, error=repr(error))
             return None

@@ -212,9 +212,7 @@ async def recorded(bus: Bus, sequences: dict[int, int]) -> dict[int, Sample]:
         stored = await bus.stored(SAMPLES.name, sequence)
         if stored is None or stored.data is None:
             continue
-        headers = dict(stored.headers or {})
-        data = await bus.resolve(stored.data, headers)
-        event = codec.decode(data, SamplesFinished, headers.get(Header.CONTENT_TYPE, codec.MSGPACK))
+        event = await bus.decoded(stored.data, stored.headers, SamplesFinished)
         found |= {s.index: s for s in event.samples if sequences.get(s.index) == sequence}
     return found
 

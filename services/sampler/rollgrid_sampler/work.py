@@ -12,12 +12,12 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Coroutine
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 from rollgrid_contracts import subjects
 from rollgrid_contracts.fleet import CancelWork
-from rollgrid_contracts.jobs import Job, OpenEpisode, Priority, SampleGroup, VersionRule
+from rollgrid_contracts.jobs import Priority, SampleGroup, VersionRule
 from rollgrid_contracts.subjects import PoolLane
 from rollgrid_runtime.errors import BusError, PayloadGone, StorageError
 from rollgrid_runtime.logging import bound, get_logger
@@ -26,14 +26,13 @@ from rollgrid_runtime.pulling import Delivery
 from . import metrics, traces
 from .fair import WEIGHTS, FairQueue
 from .handler import Handler
-from .jobs import HeldJob, Outcome
+from .jobs import ANY_JOB, HeldJob, Outcome
 from .lanes import Lane
 from .settings import SamplerSettings
 from .slots import Slots
 from .triage import Triage, Verdict
 
 log = get_logger(__name__)
-ANY_JOB = cast(type[SampleGroup | OpenEpisode], Job)
 REMEMBERED = 20_000
 """Refused jobs remembered."""
 PRIVATE_AHEAD = 4

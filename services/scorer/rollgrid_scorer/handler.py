@@ -133,10 +133,7 @@ class Handler:
         stored = await self._bus.stored(SAMPLES.name, scored.finished_seq)
         if stored is None:
             return None
-        headers = stored.headers or {}
-        data = await self._bus.resolve(stored.data or b"", headers)
-        event = codec.decode(data, Judged, headers.get(Header.CONTENT_TYPE, codec.MSGPACK))
-        return await self._finish(scored.finished_seq, event)
+        return await self._finish(scored.finished_seq, await self._bus.decoded(stored.data, stored.headers, Judged))
 
     async def _finish(self, sequence: int, event: SamplesFinished | SessionEnded) -> tuple[int, SamplesFinished] | None:
         if isinstance(event, SamplesFinished):

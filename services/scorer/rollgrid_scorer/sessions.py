@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from msgspec.structs import replace
-from rollgrid_contracts import codec, subjects
+from rollgrid_contracts import subjects
 from rollgrid_contracts.episodes import SessionEnded, SessionForked, SessionOpened, SessionOutcome
 from rollgrid_contracts.jobs import OpenEpisode, Session
 from rollgrid_contracts.samples import Sample, SamplesFinished, SampleStatus, ScoringTask
 from rollgrid_contracts.scoring import SamplesScored, Score, ScoreStatus
-from rollgrid_contracts.topology import JOBS, SAMPLES, Header
+from rollgrid_contracts.topology import JOBS, SAMPLES
 from rollgrid_contracts.trajectories import Entry
 from rollgrid_episodes import Tree, answer_of
 from rollgrid_runtime.bus import Bus
@@ -46,9 +46,7 @@ async def finish_of(bus: Bus, sequence: int, ended: SessionEnded) -> SamplesFini
     stored = await bus.stored(JOBS.name, ended.job_seq)
     if stored is None:
         return None
-    headers = stored.headers or {}
-    data = await bus.resolve(stored.data or b"", headers)
-    opening = codec.decode(data, OpenEpisode, headers.get(Header.CONTENT_TYPE, codec.MSGPACK))
+    opening = await bus.decoded(stored.data, stored.headers, OpenEpisode)
     tree = await _folded(bus, sequence, ended)
     judged = ended.outcome is SessionOutcome.CLOSED and ended.leaf in tree.nodes
     path = tuple(node.sample for node in tree.path(ended.leaf)) if judged else ()
@@ -84,8 +82,7 @@ async def _folded(bus: Bus, sequence: int, ended: SessionEnded) -> Tree:
             after = message.sequence
             if after > sequence:
                 return tree
-            kind = message.headers.get(Header.CONTENT_TYPE, codec.MSGPACK)
-            event = codec.decode(await bus.resolve(message.data, message.headers), Told, kind)
+            event = await bus.decoded(message.data, message.headers, Told)
             if not isinstance(event, SamplesScored):
                 tree.apply(after, event)
         if not page.messages or not page.pending:
