@@ -18,7 +18,6 @@ from safetensors.numpy import save_file
 
 from tests.integration.sdk.test_cli import lines_of, rollgrid
 from tests.support.stack import POLICY, Stack
-from tests.support.waiting import wait_until
 
 from .conftest import Fleet
 
@@ -143,13 +142,16 @@ def test_A43_a_joiner_in_mid_chain_rebuilds_anchor_and_deltas(pipe: Stack, train
     for _ in range(3):
         trainer.step()
         trainer.publish("delta")
-    worker = pipe["sampler-1"]
-    worker.kill()
+    joiner, other = pipe["sampler-1"], pipe["sampler-0"]
+    joiner.kill()
     shutil.rmtree(pipe.folder / "versions" / "shared", ignore_errors=True)  # the other one holds its files open
-    worker.start()
-    pipe.ready_s(worker)
-    wait_until(lambda: len(trainer.client.policy(POLICY).workers) == 2, 30, "both workers")
+    joiner.start()
+    joiner.wait_ready(pipe.ready_s(joiner))
+    assert joiner.readiness()[1]["version"] == trainer.fleet.version
+    other.kill()  # what is sampled now is the joiner's
     trainer.fleet.assert_truthful()
+    other.start()
+    other.wait_ready(pipe.ready_s(other))
 
 
 def test_A51_ranks_publish_their_parts_of_a_delta(trainer: Trainer) -> None:
