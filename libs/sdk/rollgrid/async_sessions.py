@@ -86,7 +86,7 @@ class AsyncSession(SessionView):
             await self.close()
             return
         with contextlib.suppress(RollgridError):
-            await self._transport.send(failing(self.address, error), budget_s=GIVING_UP_S)
+            await self._transport.send(failing(self.id, error), budget_s=GIVING_UP_S)
             self.life.ended = True
 
 
@@ -118,9 +118,9 @@ class AsyncSessions:
     async def state(self, session: str) -> SessionState:
         return await self._transport.send(session_calls.state(session))
 
-    async def cancel(self, session: str) -> Ended:
+    async def cancel(self, session: str, *, detail: str | None = None) -> Ended:
         """As `Sessions.cancel`."""
-        return await self._transport.send(session_calls.cancelling(session))
+        return await self._transport.send(session_calls.cancelling(session, detail))
 
     def _view(self, opened: Opened, branch: str | None, sampling: Mapping[str, Any] | None) -> AsyncSession:
         return AsyncSession(self._transport, *view_of(self._transport.endpoint, opened, branch, sampling))

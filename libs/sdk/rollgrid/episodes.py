@@ -184,7 +184,8 @@ def run_episodes(
         try:
             with session:
                 if session.opened.turns and not session.ended:
-                    session.close(failed=True, detail=LEFT)
+                    client.sessions.cancel(session.id, detail=LEFT)
+                    session.life.ended = True
                 if not session.ended:
                     reward = _number(play(session, episode.task))
                 if not session.ended:
@@ -246,7 +247,8 @@ async def run_episodes_async(
             try:
                 async with session:
                     if session.opened.turns and not session.ended:
-                        await session.close(failed=True, detail=LEFT)
+                        await client.sessions.cancel(session.id, detail=LEFT)
+                        session.life.ended = True
                     if not session.ended:
                         reward = _number(await play(session, episode.task))
                     if not session.ended:

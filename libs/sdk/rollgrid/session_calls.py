@@ -56,8 +56,10 @@ def state(session: str) -> Call[SessionState]:
     return Call("GET", f"/v1/sessions/{segment(session)}", answered(SessionState))
 
 
-def cancelling(session: str) -> Call[Ended]:
-    return Call("DELETE", f"/v1/sessions/{segment(session)}", answered(Ended))
+def cancelling(session: str, detail: str | None = None) -> Call[Ended]:
+    """Ends it whatever is under way: a close would wait for a turn whose caller has left."""
+    params = {} if detail is None else {"detail": detail}
+    return Call("DELETE", f"/v1/sessions/{segment(session)}", answered(Ended), params=params)
 
 
 class Head(enum.Enum):

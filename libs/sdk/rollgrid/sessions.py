@@ -36,6 +36,10 @@ GIVING_UP_S = 10.0
 """For the close of a session whose body has failed: its own failure is what matters."""
 
 
+DETAIL_CHARS = 500
+"""Of a failure's own text in the record."""
+
+
 class SessionTerms(TypedDict, total=False):
     """Of `Sessions.open`, and of `run_episodes` for all its sessions.
 
@@ -177,8 +181,8 @@ class SessionView:
 class Session(SessionView):
     """One session, seen on one of its branches.
 
-    As a context manager it ends itself: left by an exception as failed, else closed without a reward, unless `close`
-    was called inside.
+    As a context manager it ends itself: left by an exception as failed (a turn under way is stopped), else closed
+    without a reward, unless `close` was called inside.
     """
 
     def __init__(self, transport: SyncTransport, *view: Any) -> None:
@@ -274,13 +278,14 @@ class Session(SessionView):
             self.close()
             return
         with contextlib.suppress(RollgridError):  # the body's own failure goes on; the TTL ends the session at last
-            self._transport.send(failing(self.address, error), budget_s=GIVING_UP_S)
+            self._transport.send(failing(self.id, error), budget_s=GIVING_UP_S)
             self.life.ended = True
 
 
-def failing(address: Address, error: BaseException) -> Call[Ended]:
-    """The call that ends a session for `error`."""
-    return address.closing(failed=True, detail=f"{type(error).__name__}: {error}"[:500])
+def failing(session: str, error: BaseException) -> Call[Ended]:
+    """The call that ends a session for `error`, which may have come out of a turn that is still under way."""
+    said = f"{type(error).__name__}: {error}"[:DETAIL_CHARS]
+    return session_calls.cancelling(session, said.encode(errors="replace").decode())  # file names may hold surrogates
 
 
 class Sessions:
@@ -313,9 +318,9 @@ class Sessions:
     def state(self, session: str) -> SessionState:
         return self._transport.send(session_calls.state(session))
 
-    def cancel(self, session: str) -> Ended:
-        """End a session as failed, whoever plays it; a turn under way is aborted.  Safe to repeat."""
-        return self._transport.send(session_calls.cancelling(session))
+    def cancel(self, session: str, *, detail: str | None = None) -> Ended:
+        """End a session as failed, whoever plays it; a turn under way is aborted.  `detail` says why.  Safe to repeat."""
+        return self._transport.send(session_calls.cancelling(session, detail))
 
     def _view(self, opened: Opened, branch: str | None, sampling: Mapping[str, Any] | None) -> Session:
         return Session(self._transport, *view_of(self._transport.endpoint, opened, branch, sampling))

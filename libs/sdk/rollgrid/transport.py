@@ -30,6 +30,7 @@ _UPLOAD_CHUNK = 1 << 20
 _LIMITS = httpx2.Limits(max_connections=1024, max_keepalive_connections=64)
 """Every iterator that waits holds a connection; the default of 100 would let a hundred of them block the rest."""
 _RETRIED_STATUSES = frozenset({429, 502, 503, 504})
+CLOSED = "the client has been closed"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,6 +168,8 @@ class SyncTransport:
         """
         attempts = Attempts(self.retries, budget_s=budget_s, deadline=deadline)
         while True:
+            if self._http.is_closed:
+                raise Unreachable(CLOSED)
             try:
                 response = self._http.request(
                     call.method,
@@ -200,6 +203,8 @@ class AsyncTransport:
         """As `SyncTransport.send`."""
         attempts = Attempts(self.retries, budget_s=budget_s, deadline=deadline)
         while True:
+            if self._http.is_closed:
+                raise Unreachable(CLOSED)
             try:
                 response = await self._http.request(
                     call.method,

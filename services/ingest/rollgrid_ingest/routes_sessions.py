@@ -34,7 +34,7 @@ from .sessions_schema import (
     SessionRequest,
     SessionState,
 )
-from .terms import MAX_TEXT_CHARS, bounded_text, member, payload
+from .terms import bounded_text, member, payload
 from .wire import decode_json, invalid
 
 log = get_logger(__name__)
@@ -42,6 +42,7 @@ router = APIRouter()
 _OPEN = msgspec.json.Decoder(SessionRequest)
 _FORK = msgspec.json.Decoder(ForkRequest)
 _CLOSE = msgspec.json.Decoder(CloseRequest)
+Detail = Annotated[str | None, Query(description="why, for the record")]
 WithIds = Annotated[bool, Query(description="the ids and logprobs of every node, too")]
 ASKED_FOR = frozenset(
     {
@@ -131,11 +132,12 @@ async def close_session(request: Request, session: str) -> Response:
 
 
 @router.delete("/v1/sessions/{session}", **described("Cancel a session: it ends as failed", answer=CloseAnswer))
-async def delete_session(request: Request, session: str) -> Response:
+async def delete_session(request: Request, session: str, detail: Detail = None) -> Response:
     door, who = parts(request), principal(request, Scope.SUBMIT)
+    why = bounded_text(detail, "detail", door.settings.max_detail_chars) or "cancelled by the caller"
     episode = await episode_of(door, who, session)
     if episode.ended is None:
-        ended = _bare(episode, SessionOutcome.FAILED, "cancelled by the caller")
+        ended = _bare(episode, SessionOutcome.FAILED, why)
         try:
             await door.turns.store.end(ended)
         except RollgridError as error:
@@ -180,7 +182,7 @@ def _ending(asked: CloseRequest, episode: Episode, door: Parts) -> SessionEnded:
         raise invalid(f"leaf {leaf} is no turn of this session", "leaf")
     deliverables = asked.deliverables or []
     ended = msgspec.structs.replace(
-        _bare(episode, outcome, bounded_text(asked.detail, "detail", MAX_TEXT_CHARS)),
+        _bare(episode, outcome, bounded_text(asked.detail, "detail", limits.max_detail_chars)),
         reward=None if asked.reward is None else finite(asked.reward, "reward"),
         turn_rewards=turn_rewards(asked.turn_rewards, tree.nodes),
         leaf=leaf,

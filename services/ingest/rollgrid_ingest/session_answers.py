@@ -77,7 +77,7 @@ def session_state(episode: Episode, worker: str | None, now: float, *, with_ids:
         prompt = lengths[node.node.parent] + len(node.node.observation)
         lengths[turn] = prompt + len(node.sample.token_ids)
         nodes.append(_node(episode, node, prompt, with_ids))
-    open_turns = sorted(episode.live_turns(now).items())
+    open_turns = [] if episode.over(now) else sorted(episode.live_turns(now).items())
     return SessionState(
         session=opened.session,
         run=opened.run,

@@ -30,7 +30,7 @@ class Limits(ServiceSettings):
     max_allowed_token_ids: int = Field(default=4096, ge=0)
     max_logit_bias: int = Field(default=1024, ge=0)
     max_rewards: int = Field(default=65536, ge=1, description="rewards posted in one request")
-    max_detail_chars: int = Field(default=4096, ge=1, description="detail of a posted reward")
+    max_detail_chars: int = Field(default=4096, ge=1, description="detail of a posted reward, a fork, an end")
     max_scorers: int = Field(default=16, ge=0)
     max_scorer_timeout_s: float = Field(default=600.0, gt=0)
     max_messages: int = Field(default=2048, ge=1)

@@ -247,6 +247,38 @@ def test_a_session_left_by_an_exception_is_a_failed_sample(client: Client) -> No
     assert len(sample.turns) == 1  # what was sampled stays
 
 
+async def test_A25_an_episode_that_is_stopped_in_mid_turn_ends_at_once_and_its_turn_with_it(
+    async_client: AsyncClient, pipe: Stack
+) -> None:
+    """The turn has a key, and would be played to its end: nobody waits for that, and the group is whole."""
+    playing = asyncio.Semaphore(0)
+
+    async def play(session: AsyncSession, task: int) -> None:
+        await session.sample([says("one")], max_tokens=4)
+        playing.release()
+        if session.index:
+            raise RuntimeError("the environment broke: " + "board " * 100)
+        await session.sample(observation_token_ids=[7], max_tokens=1900, ignore_eos=True)
+
+    many: dict[str, Any] = {"n": 2, "run": "stopped", "group": "stopped"}
+    run = asyncio.create_task(run_episodes_async(async_client, [0], play, **many))
+    async with asyncio.timeout(60):
+        for _ in range(2):
+            await playing.acquire()
+        opened = await async_client.sessions.open(run="stopped", group="stopped-0", index=0, n=2)
+        while not (state := await opened.state()).open_turns:
+            await asyncio.sleep(0.05)
+        run.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await run
+        state = await opened.state()
+        assert (state.status, state.turns, state.open_turns) == ("failed", 1, ())
+        group = await anext(async_client.trajectories("stopped", until=[opened.group_id], timeout=30))
+    errors = ["" if sample.error is None else sample.error.message for sample in group]
+    assert errors[0].startswith("CancelledError")
+    assert errors[1].startswith("RuntimeError: the environment broke")
+
+
 def test_refusals_are_typed(client: Client) -> None:
     with client.sessions.open(run="refused", max_turns=1, sampling=SAMPLING) as session:
         session.sample([says("one")])

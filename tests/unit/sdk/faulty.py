@@ -184,6 +184,7 @@ class FaultyIngest:
                 Route("/v1/policies/{p}/uploads/{upload}/commit", faulty(self.commit), methods=["POST"]),
                 *(Route(path, faulty(route)) for path, route in self.more_gets().items()),
                 *(Route(path, faulty(route), methods=["POST"]) for path, route in self.more_posts().items()),
+                *(Route(path, faulty(route), methods=["DELETE"]) for path, route in self.more_deletes().items()),
             ]
         )
 
@@ -192,6 +193,9 @@ class FaultyIngest:
         return {}
 
     def more_posts(self) -> dict[str, Callable[[Request], Awaitable[Response]]]:
+        return {}
+
+    def more_deletes(self) -> dict[str, Callable[[Request], Awaitable[Response]]]:
         return {}
 
 

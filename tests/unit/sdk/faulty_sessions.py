@@ -39,6 +39,9 @@ class FaultySessions(FaultyIngest):
             "/v1/sessions/{session}/close": self.close,
         }
 
+    def more_deletes(self) -> dict[str, Callable[[Request], Awaitable[Response]]]:
+        return {"/v1/sessions/{session}": self.cancel_session}
+
     async def open(self, request: Request) -> Response:
         body = msgspec.json.decode(await request.body())
         if body["group"] in self.refused_labels:
@@ -84,8 +87,13 @@ class FaultySessions(FaultyIngest):
         return reply({**answer, "parent": body.get("from_turn", 7)}, 201)
 
     async def close(self, request: Request) -> Response:
-        session = request.path_params["session"]
-        body = self.closes.setdefault(session, msgspec.json.decode(await request.body()))
+        return self._end(request.path_params["session"], msgspec.json.decode(await request.body()))
+
+    async def cancel_session(self, request: Request) -> Response:
+        return self._end(request.path_params["session"], {"outcome": "failed", **request.query_params})
+
+    def _end(self, session: str, asked: dict[str, Any]) -> Response:
+        body = self.closes.setdefault(session, asked)
         self._close_group(self.opened[session])
         known = {"session": session, "group_id": self.opened[session]["group_id"], "outcome": body["outcome"]}
         return reply({**known, "reward": body.get("reward")})

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from rollgrid import AsyncClient, AsyncSession, Client, EpisodeEnded, Retries, Session, run_episodes, run_episodes_async
-from rollgrid.errors import LimitExceeded, SessionBusy, SessionEnded, Unsendable
+from rollgrid.errors import LimitExceeded, SessionBusy, SessionEnded, Unreachable, Unsendable
 from rollgrid.session_calls import by_turn
 from rollgrid.turns import CHAT, COMPLETIONS, turn_request
 
@@ -138,6 +138,22 @@ def test_a_session_left_by_an_exception_ends_as_failed(client: Client, ingest: F
     with pytest.raises(KeyError, match="board"), client.sessions.open():
         raise KeyError("board")
     assert list(ingest.closes.values()) == [{"outcome": "failed", "detail": "KeyError: 'board'"}]
+
+
+def test_a_failure_is_recorded_whatever_its_text_is(client: Client, ingest: FaultySessions) -> None:
+    with pytest.raises(OSError, match="board"), client.sessions.open():
+        raise OSError("\udce9 " + "board " * 1000)
+    (end,) = ingest.closes.values()
+    assert (end["outcome"], end["detail"][:15]) == ("failed", "OSError: ? boar")
+
+
+def test_a_client_that_was_closed_says_so_and_hides_no_failure(client: Client) -> None:
+    session = client.sessions.open()
+    client.close()
+    with pytest.raises(KeyError), session:
+        raise KeyError("board")
+    with pytest.raises(Unreachable, match="closed"):
+        session.sample(HELLO)
 
 
 def test_a_session_closed_on_any_branch_is_not_closed_again(client: Client, ingest: FaultySessions) -> None:
