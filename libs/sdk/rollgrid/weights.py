@@ -90,13 +90,16 @@ class Publication:
             if must:
                 raise ConfigurationError(
                     f"{self._policy}: the fleet holds no version that this process has published and still has in"
-                    " memory, so there is nothing a delta could go on from: publish kind auto or full"
+                    " memory (it is new, or was restarted), so there is nothing a delta could go on from: publish kind"
+                    " auto or full"
                 )
             return None
         if must:
             files = delta_files(base.snapshot, snapshot)
             assert files is not None, "no bound was given"
             return base, files
+        if self._is_pruned(base):
+            return None
         anchors = Anchors(versions, base.version, snapshot.bytes, self._options.get("anchor_every", ANCHOR_EVERY))
         if anchors.due():
             return None
@@ -107,6 +110,11 @@ class Publication:
         if files is None or anchors.due(sum(len(file.body) for file in files)):
             return None
         return base, files
+
+    def _is_pruned(self, base: Base) -> bool:
+        """Whether a delta was refused because what it goes on from cannot be rebuilt any more: the next would be, too."""
+        later = [self._transport.send(calls.version(self._policy, one)) for one in self._snapshots.after(base.version)]
+        return any(one.error is not None and one.error.field == "base_version" for one in later)
 
     def _begun(self, kind: str, base_version: int | None) -> WeightsUpload:
         options = self._options

@@ -66,6 +66,10 @@ class Snapshots:
         for old in sorted(self._held)[:-KEPT]:
             del self._held[old]
 
+    def after(self, version: int) -> list[int]:
+        """Those published later: not verified yet, or refused."""
+        return sorted(one for one in self._held if one > version)
+
     def base(self, versions: VersionList) -> Base | None:
         """The newest that the fleet holds; older ones are let go."""
         listed = {one.version for one in versions.data if one.kind != "lora"}

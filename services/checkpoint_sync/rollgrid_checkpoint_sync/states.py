@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 
-from rollgrid_contracts.checkpoints import MANIFEST_NAME, FileInfo, PolicyState, version_root
+from rollgrid_contracts.checkpoints import MANIFEST_NAME, CheckpointKind, FileInfo, PolicyState, version_root
+from rollgrid_contracts.failures import ErrorCode
 from rollgrid_runtime.blobs import Blobs
 from rollgrid_runtime.errors import StorageError
+from rollgrid_weights.errors import WeightsError
 from rollgrid_weights.manifest import decode_manifest
 from rollgrid_weights.rebuilding import Known, Rebuilding
 from rollgrid_weights.staging import Held, Staging
@@ -25,6 +28,28 @@ class States:
         self._temporary = tempfile.TemporaryDirectory(prefix="rollgrid-states-", dir=scratch)
         self._staging = Staging(Path(self._temporary.name))
         self._held: dict[str, tuple[int, Held]] = {}
+        self._links: dict[str, dict[int, Known]] = {}
+
+    async def check_chain(self, state: PolicyState, known: Known, present: Collection[str]) -> None:
+        """All that a node with an empty disk rebuilds a delta from is among the keys `present`, whatever is at hand here.
+
+        Raises WeightsError `version_gone`, StorageError (try again).
+        """
+        key = f"{state.tenant}.{state.policy}"
+        before, chain = self._links.get(key, {}), dict[int, Known]()
+        link = known
+        while link.manifest.kind is CheckpointKind.DELTA:
+            base = link.manifest.base_version or 0
+            if not 0 < base < link.manifest.version:  # the base, or what rebuilding refuses
+                break
+            root = version_root(state.tenant, state.policy, base)
+            if root + MANIFEST_NAME not in present:
+                raise _pruned(known, base, MANIFEST_NAME)
+            link = chain[base] = before.get(base) or await self.find(state, base)  # manifests never change
+            lost = [file.name for file in link.manifest.files if link.prefix + file.name not in present]
+            if lost:
+                raise _pruned(known, base, lost[0])
+        self._links[key] = chain
 
     async def rebuilt(self, state: PolicyState, known: Known, base: Path) -> Path:
         """The folder with the state of a delta version.  Raises WeightsError, StorageError (try again)."""
@@ -55,3 +80,12 @@ class States:
 
     async def _bring(self, prefix: str, file: FileInfo, path: Path) -> None:
         await self._blobs.download(prefix + file.name, path)
+
+
+def _pruned(known: Known, version: int, name: str) -> WeightsError:
+    return WeightsError(
+        ErrorCode.VERSION_GONE,
+        f"version {known.manifest.version} is a delta that is rebuilt from version {version}, whose {name} is gone:"
+        " publish a full version",
+        field="base_version",
+    )

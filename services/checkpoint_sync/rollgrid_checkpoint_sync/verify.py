@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
@@ -71,8 +72,10 @@ async def verify(
         check_manifest(manifest)
         _check_base(manifest, state)
         prefix = _prefix(manifest, version_root(state.tenant, state.policy, version))
-        await _check_present(blobs, manifest, prefix)
+        present = frozenset(await blobs.keys(f"checkpoints/{state.tenant}/{state.policy}/"))
+        _check_present(present, manifest, prefix)
         if manifest.kind is CheckpointKind.DELTA:
+            await states.check_chain(state, known, present)
             tensors = await _validate_rebuilt(state, model, known, states)
         else:
             tensors = await _fetch_and_validate(blobs, state, model, manifest, prefix, scratch, max_lora_rank)
@@ -119,8 +122,7 @@ def _prefix(manifest: CheckpointManifest, key: str) -> str:
     return prefix
 
 
-async def _check_present(blobs: Blobs, manifest: CheckpointManifest, prefix: str) -> None:
-    present = set(await blobs.keys(prefix))
+def _check_present(present: Collection[str], manifest: CheckpointManifest, prefix: str) -> None:
     for file in manifest.files:
         if prefix + file.name not in present:
             raise Refused(ErrorCode.NOT_FOUND, f"file {file.name} was never uploaded", file.name)

@@ -18,6 +18,8 @@ from tests.support.stack import POLICY, Stack, scripted, stack
 from tests.support.tiny_models import TinyModel, tiny_model
 from tests.support.waiting import wait_until
 
+from .trainer import Trainer
+
 EOS_RATE = 0.01
 SAMPLING = {"max_tokens": 12, "temperature": 1.0}
 
@@ -104,3 +106,12 @@ def fleet(known: Fleet, tensors: dict[str, Any]) -> Fleet:
         name = "model.norm.weight"
         known.publish({**tensors, name: tensors[name] + policy.newest})
     return known
+
+
+@pytest.fixture
+def trainer(client: Client, fleet: Fleet, tensors: dict[str, Any], tmp_path: Path) -> Trainer:
+    """With a full version of its own live."""
+    found = Trainer(client, fleet, tensors, tmp_path)
+    found.step()
+    assert found.publish("auto") == "full"
+    return found

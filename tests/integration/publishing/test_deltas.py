@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,47 +18,7 @@ from safetensors.numpy import save_file
 from tests.integration.sdk.test_cli import lines_of, rollgrid
 from tests.support.stack import POLICY, Stack
 
-from .conftest import Fleet
-
-NORM, EMBEDDING = "model.norm.weight", "model.embed_tokens.weight"
-State = dict[str, Any]
-
-
-class Trainer:
-    """Steps that change a few elements each, published by a client that remembers what it published."""
-
-    def __init__(self, client: Client, fleet: Fleet, tensors: State, folder: Path) -> None:
-        self.client, self.fleet, self.folder = client, fleet, folder
-        self.state = {name: tensor.copy() for name, tensor in tensors.items()}
-        self._generator = np.random.default_rng(fleet.version)
-
-    def step(self, elements: int = 5) -> None:
-        flat = self.state[EMBEDDING].reshape(-1)
-        places = self._generator.integers(0, flat.size, elements)
-        flat[places] = np.nextafter(flat[places], np.float32(np.inf))
-        self.state[NORM] = self.state[NORM] + np.float32(0.25)
-
-    def publish(self, kind: str, **options: Any) -> str:
-        """The kind that was made of it; live everywhere, and known to the checker."""
-        self.fleet.version = (
-            self.client.weights.publish(POLICY, self.state, kind=kind, **options).wait_live(timeout=60).version
-        )
-        save_file(self.state, str(self.folder / "model.safetensors"))
-        self.fleet.digest = weights_digest(self.folder)
-        version = self.client.weights.version(POLICY, self.fleet.version)
-        assert version.bytes is not None
-        self.bytes = version.bytes
-        assert version.kind is not None
-        return version.kind
-
-
-@pytest.fixture
-def trainer(client: Client, fleet: Fleet, tensors: State, tmp_path: Path) -> Trainer:
-    """With a full version of its own live."""
-    found = Trainer(client, fleet, tensors, tmp_path)
-    found.step()
-    assert found.publish("auto") == "full"
-    return found
+from .trainer import EMBEDDING, NORM, State, Trainer
 
 
 def test_A18_deltas_are_small_and_every_token_tells_the_truth(trainer: Trainer) -> None:
