@@ -142,6 +142,7 @@ class AdoptedVersion(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
 
     `going`: garbage collection means to take it off the list unless a pin stops it.  Whoever pins a
     version reads the list after writing the pin, and takes one that is going for gone.
+    `rewinds`: the version desired before it, where that is of a later step: the trainer went back (0 = it did not).
     """
 
     version: int
@@ -154,6 +155,7 @@ class AdoptedVersion(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     adopted_at: float = 0.0
     bytes: int = 0
     going: bool = False
+    rewinds: int = 0
 
 
 class Rollout(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):

@@ -246,7 +246,10 @@ class Committed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Version(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a published version stands: verifying, desired, superseded, rolled_back or refused (with its `error`)."""
+    """Where a published version stands: verifying, desired, superseded, rolled_back or refused (with its `error`).
+
+    `rewinds` is the version desired before it, where that is of a later step: the trainer went back.
+    """
 
     policy: str
     version: int
@@ -259,6 +262,7 @@ class Version(msgspec.Struct, frozen=True, kw_only=True):
     weights_digest: str | None = None
     committed_at: float | None = None
     adopted_at: float | None = None
+    rewinds: int | None = None
 
 
 class VersionList(msgspec.Struct, frozen=True, kw_only=True):

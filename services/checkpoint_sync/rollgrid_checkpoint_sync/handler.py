@@ -106,6 +106,9 @@ class Handler:
             metrics.VERSIONS.labels(key, "adopted").inc()
             metrics.adopted(key, changed.after)
             log.info("version_desired", policy=key, version=version, history=len(changed.after.history))
+            adopted = plan.listed(changed.after, version)
+            if adopted is not None and adopted.rewinds:
+                log.warning("trainer_went_back", policy=key, version=version, step=adopted.step, over=adopted.rewinds)
         return changed.after
 
     async def _adopt(self, key: str, verified: Verified) -> Changed:

@@ -128,11 +128,19 @@ def adopt(
         desired_prefix=adopted.prefix,
         history=(*state.history, adopted.version),
         newest=adopted.version,
-        versions=(*state.versions, msgspec.structs.replace(adopted, adopted_at=now)),
+        versions=(*state.versions, msgspec.structs.replace(adopted, adopted_at=now, rewinds=rewound(state, adopted))),
         rollout=rollout.begun(adopted.version, previous, asked, deadline_s, now),
         newest_at=committed,
         refresh_due=committed + next_within_s if next_within_s else 0.0,
     )
+
+
+def rewound(state: PolicyState, adopted: AdoptedVersion) -> int:
+    """The version that is desired, where it is of a later step than the one adopted now; else 0."""
+    before = listed(state, state.desired)
+    if before is None or before.step is None or adopted.step is None or before.step <= adopted.step:
+        return 0
+    return before.version
 
 
 def finished(state: PolicyState) -> PolicyState:

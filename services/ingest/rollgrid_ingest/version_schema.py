@@ -106,7 +106,7 @@ class CommitAnswer(msgspec.Struct, kw_only=True):
 class VersionAnswer(msgspec.Struct, kw_only=True, omit_defaults=True):
     """`status`: verifying (published, not yet decided), desired, superseded, rolled_back (both were desired once) or refused.
 
-    `error` says why it was refused or went back.
+    `error` says why it was refused or went back.  `rewinds` is the version desired before it, where that is of a later step.
     """
 
     policy: str
@@ -120,6 +120,7 @@ class VersionAnswer(msgspec.Struct, kw_only=True, omit_defaults=True):
     weights_digest: str | None = None
     committed_at: float | None = None
     adopted_at: float | None = None
+    rewinds: int | None = None
 
 
 class VersionList(msgspec.Struct, kw_only=True):

@@ -138,6 +138,7 @@ def _described(policy: PolicyState, adopted: AdoptedVersion, status: str, error:
         weights_digest=adopted.weights_digest or None,
         committed_at=adopted.committed_at,
         adopted_at=adopted.adopted_at,
+        rewinds=adopted.rewinds or None,
     )
 
 
