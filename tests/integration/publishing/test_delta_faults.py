@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from rollgrid import VersionRefused
+from rollgrid import Client, VersionRefused
+from rollgrid.errors import ConfigurationError, IdempotencyConflict
+from rollgrid.weights_delta import snapshot_of
+from rollgrid.weights_source import read_source
 from rollgrid_contracts.checkpoints import MANIFEST_NAME, version_root
+from rollgrid_weights.manifest import weights_digest
 
 from tests.support.services import ServiceProcess
 from tests.support.stack import POLICY, Stack
@@ -92,3 +96,68 @@ def test_A43_a_joiner_of_a_pruned_chain_waits_and_says_why(
     joiner.wait_ready(pipe.ready_s(joiner))
     assert len(trainer.client.policy(POLICY).workers) == 3
     trainer.fleet.assert_truthful()
+
+
+def digest_of(state: State) -> str:
+    """The `weights_digest` of the trainer's own bytes."""
+    return weights_digest(snapshot_of(read_source(state, "full", None, copy=True)).tensors.values())
+
+
+def assert_is(trainer: Trainer, kind: str, *, rewinds: int | None, base: int | None = None) -> None:
+    """The newest version is the trainer's state, byte for byte, and says what it went back behind."""
+    version = trainer.client.weights.version(POLICY, trainer.fleet.version)
+    assert (version.kind, version.rewinds) == (kind, rewinds)
+    assert version.weights_digest == digest_of(trainer.state)
+    if base is not None:
+        assert version.base_version == base
+    trainer.fleet.assert_truthful()
+
+
+def test_A60_a_trainer_that_went_back_is_served_its_state_and_named(pipe: Stack, trainer: Trainer) -> None:
+    """A checkpoint of an early step is loaded again, in the process that went on from it, and in a new one."""
+    trainer.step()
+    trainer.publish("delta", step=1, upload="went-back-1")
+    early, early_version = copied(trainer.state), trainer.fleet.version
+    for step in (2, 3):
+        trainer.step(5000)
+        trainer.publish("delta", step=step)
+    assert_is(trainer, "delta", rewinds=None)
+
+    for kind, step in (("delta", 2), ("auto", 1)):
+        trainer.state, newest = copied(early), trainer.fleet.version
+        trainer.step()
+        trainer.publish(kind, step=step)
+        assert_is(trainer, "delta", rewinds=newest, base=newest)
+
+    trainer.state = copied(early)
+    trainer.publish("delta", step=1)  # the very checkpoint; the step is none that was passed
+    assert_is(trainer, "delta", rewinds=None)
+    assert digest_of(early) == trainer.client.weights.version(POLICY, early_version).weights_digest
+
+    with Client(pipe.url) as restarted:
+        trainer.client, newest = restarted, trainer.fleet.version
+        trainer.step()
+        with pytest.raises(ConfigurationError, match="restarted"):
+            restarted.weights.publish(POLICY, trainer.state, kind="delta", step=0)
+        with pytest.raises(IdempotencyConflict) as taken:
+            restarted.weights.publish(POLICY, trainer.state, kind="auto", upload="went-back-1", step=1)
+        assert taken.value.field == "kind"
+        trainer.publish("auto", step=0)
+        assert_is(trainer, "full", rewinds=newest)
+
+
+def test_A60_ranks_that_went_back_build_on_the_version_they_have(trainer: Trainer) -> None:
+    trainer.step()
+    trainer.publish("delta", step=1)
+    early, early_version = copied(trainer.state), trainer.fleet.version
+    for step in (2, 3):
+        trainer.step()
+        trainer.publish("delta", step=step)
+    newest, trainer.state = trainer.fleet.version, copied(early)
+    trainer.step()
+    weights = trainer.client.weights
+    with weights.begin(POLICY, kind="delta", base_version=early_version, base=early, step=2) as upload:
+        for name, tensor in trainer.state.items():
+            upload.put(name, tensor)
+        trainer.is_live(upload.commit())
+    assert_is(trainer, "delta", rewinds=newest, base=early_version)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rollgrid import Client
+from rollgrid.weights_live import PublishedVersion
 from rollgrid_sampler.engines.script import weights_digest
 from safetensors.numpy import save_file
 
@@ -35,9 +36,11 @@ class Trainer:
 
     def publish(self, kind: str, **options: Any) -> str:
         """The kind that was made of it; live everywhere, and known to the checker."""
-        self.fleet.version = (
-            self.client.weights.publish(POLICY, self.state, kind=kind, **options).wait_live(timeout=60).version
-        )
+        return self.is_live(self.client.weights.publish(POLICY, self.state, kind=kind, **options))
+
+    def is_live(self, published: PublishedVersion, min_workers: int | None = None) -> str:
+        """The same of a version that was published as this trainer's state."""
+        self.fleet.version = published.wait_live(timeout=60, min_workers=min_workers).version
         save_file(self.state, str(self.folder / "model.safetensors"))
         self.fleet.digest = weights_digest(self.folder)
         version = self.client.weights.version(POLICY, self.fleet.version)
