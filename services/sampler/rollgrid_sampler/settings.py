@@ -99,6 +99,10 @@ class SamplerSettings(ServiceSettings):
     swap_mode: OnRefresh = OnRefresh.WAIT
     swap_deadline_s: float = Field(default=120.0, gt=0, description="a longer wait for running samples aborts them")
     pin_grace_s: float = Field(default=30.0, ge=0, description="a swap waits so long for groups that need one version")
+    double_buffer: bool = Field(
+        default=True,
+        description="on CPU, weights are loaded beside generation into a second copy, twice the memory; a GPU has one",
+    )
     heal_s: float = Field(default=60.0, ge=0, description="a start that gave wrong weights waits so long to start anew")
     cache: Path = Field(default=Path("~/.cache/rollgrid/versions"), description="versions on this node's disk")
     policy_wait_s: float = Field(default=10.0, ge=0, description="wait for the policy's desired version at start")

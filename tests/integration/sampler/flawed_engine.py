@@ -17,8 +17,8 @@ class SwitchedExtension(WeightsExtension):
     def t_leave_head(self, left: bool) -> None:
         self.left = left
 
-    def rg_repair_tied_head(self) -> int:
-        return 0 if self.left else super().rg_repair_tied_head()
+    def rg_repair_tied_head(self, model: Any = None) -> int:
+        return 0 if self.left else super().rg_repair_tied_head(model)
 
 
 class Forgetful:

@@ -47,6 +47,7 @@ from .vllm_options import EXTENSION, build, engine_class, make_probes, set_envir
 
 log = get_logger(__name__)
 T = TypeVar("T")
+PREPARED_LOOK_S = 0.02
 CLOSE_S = 1.0
 """How long the engine may take to end by itself."""
 
@@ -79,6 +80,7 @@ class VllmEngine:
         self.adapters: dict[int, Adapter] = {}
         self._numbers = itertools.count(1)
         self._probes: list[list[int]] = []
+        self._doubled = False
         self._marks = tempfile.TemporaryDirectory(prefix="rollgrid-lifelines-")
         self._closing = threading.Event()
         self._swap = asyncio.Lock()
@@ -129,6 +131,7 @@ class VllmEngine:
         vocab_size, context = int(config.get_vocab_size()), int(config.max_model_len)
         self._probes = make_probes(vocab_size, context)
         parts = await self.llm.collective_rpc("rg_class")
+        await self._double()
         self._facts = EngineFacts(
             name=f"vllm {vllm.__version__}",
             max_model_len=context,
@@ -136,6 +139,15 @@ class VllmEngine:
             max_loras=self._settings.lora_places,
             fingerprint_class=engine_class(self._settings, parts, self._probes),
         )
+
+    async def _double(self) -> None:
+        """Room for weights that are loaded beside generation, where it is wanted and the model is made for it."""
+        if not self._settings.double_buffer or self._settings.device != "cpu":
+            return
+        reasons = [one for one in await self.llm.collective_rpc("rg_double_buffer") if one]
+        self._doubled = not reasons
+        if reasons:
+            log.warning("weights_load_in_place", reason=reasons[0])
 
     async def _in_lasting_thread(self, build_engine: Callable[[], T]) -> T:
         """Build in a thread that stays: the kernel ends the engine's processes with the thread that made them."""
@@ -209,8 +221,10 @@ class VllmEngine:
     async def load_version(self, version: int, folder: Path, mode: OnRefresh) -> Loaded:
         await asyncio.to_thread(check_full, version, folder, self._shapes)
         async with self._swap:
-            self.flights.shut()
             try:
+                async with asyncio.timeout(self._settings.start_timeout_s):
+                    await self._prepare(folder)
+                self.flights.shut()
                 await self._settle(mode)
                 async with asyncio.timeout(self._settings.start_timeout_s):
                     await self._apply(version, folder)
@@ -227,6 +241,16 @@ class VllmEngine:
                     await self.llm.resume_generation()
                     self.flights.open()
             return self._loaded
+
+    async def _prepare(self, folder: Path) -> None:
+        """Double-buffered: the weights are read, merged and packed while generation goes on."""
+        if not self._doubled:
+            return
+        await self.llm.collective_rpc("rg_prepare", args=(str(folder),))
+        while None in (outcomes := await self.llm.collective_rpc("rg_prepared")):
+            await asyncio.sleep(PREPARED_LOOK_S)
+        if any(outcomes):
+            raise RuntimeError(f"not loaded: {', '.join(filter(None, outcomes))}")
 
     async def _settle(self, mode: OnRefresh) -> None:
         """What flies ends, or is aborted to go on later, or may stay through the pause: each by its own mode.
@@ -269,7 +293,10 @@ class VllmEngine:
         await self.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
         self._loaded, self.adapters = Loaded(version=-1), {}
         still = time.monotonic()
-        await self.llm.collective_rpc("rg_reload", args=(str(folder),))
+        if self._doubled:
+            await self.llm.collective_rpc("rg_exchange")
+        else:
+            await self.llm.collective_rpc("rg_reload", args=(str(folder),))
         loaded = time.monotonic()
         if self._settings.max_loras and (left := await self.llm.list_loras()):
             raise RuntimeError(f"LoRA versions {sorted(left)} outlived the weights below them")

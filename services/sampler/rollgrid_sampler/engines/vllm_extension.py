@@ -1,4 +1,4 @@
-"""Runs inside vLLM's worker processes: reload in place, repair of the tied head, and the fingerprint.
+"""Runs inside vLLM's worker processes: other weights, beside generation or in place, and the fingerprint.
 
 vLLM mixes this class into its worker (`worker_extension_cls`); its methods are called with
 `collective_rpc` while generation is paused, or between two steps.  Each answers with builtins only.
@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from .vllm_double_buffer import DoubleBuffer, Unsuited
+
 FINGERPRINT_SCHEMA = b"rollgrid-fingerprint-2"
 LIKELIEST = 8
 """Of each position so many logprobs are in the fingerprint, beside that of the probe's own token."""
@@ -25,6 +27,7 @@ class WeightsExtension:
 
     model_runner: Any
     vllm_config: Any
+    _rg_spare: DoubleBuffer | None = None
 
     def rg_reload(self, folder: str) -> int:
         """Load the safetensors of `folder` over the running weights; the number of repaired heads."""
@@ -34,8 +37,39 @@ class WeightsExtension:
             self.model_runner.reload_weights(weights_path=folder)
             return self.rg_repair_tied_head()
 
-    def rg_repair_tied_head(self) -> int:
-        """Pack the output head again.
+    def rg_double_buffer(self) -> str:
+        """Make room for weights that are loaded beside generation; "" or why these cannot be."""
+        try:
+            self._rg_spare = DoubleBuffer(self.vllm_config, self.model_runner.get_model(), self.rg_repair_tied_head)
+        except Unsuited as reason:
+            return str(reason)
+        return ""
+
+    def rg_prepare(self, folder: str) -> None:
+        """Begin to load the safetensors of `folder` beside generation."""
+        if self._rg_spare is None and (reason := self.rg_double_buffer()):
+            raise RuntimeError(reason)
+        assert self._rg_spare is not None
+        self._rg_spare.load(folder)
+
+    def rg_prepared(self) -> str | None:
+        """None while it loads; then what went wrong, "" if nothing did."""
+        assert self._rg_spare is not None
+        outcome = self._rg_spare.outcome()
+        if outcome:
+            self._rg_spare = None  # half loaded: the next time one is made anew
+        return outcome
+
+    def rg_exchange(self) -> None:
+        """What was prepared generates from now on."""
+        assert self._rg_spare is not None
+        self._rg_spare.exchange()
+        self.model_runner.reset_lora_state()
+        self.model_runner.reset_encoder_cache()
+        self.model_runner.reset_mm_cache()
+
+    def rg_repair_tied_head(self, model: Any = None) -> int:
+        """Pack the output head of `model` (None: of the one that generates) again.
 
         On CPU vLLM keeps the head's weight packed inside `layer.cpu_linear`.  A tied head is never
         re-packed by vLLM's own reload, and then answers with the old weights (measured: the
@@ -47,7 +81,8 @@ class WeightsExtension:
 
         if not current_platform.is_cpu():
             return 0
-        heads = [m for m in self.model_runner.get_model().modules() if isinstance(m, ParallelLMHead)]
+        modules = (self.model_runner.get_model() if model is None else model).modules()
+        heads = [module for module in modules if isinstance(module, ParallelLMHead)]
         for head in heads:
             with torch.no_grad():
                 dispatch_cpu_unquantized_gemm(head, remove_weight=False)
