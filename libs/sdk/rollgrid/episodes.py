@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, Unpack
 
 from rollgrid_contracts import ids
 
-from .errors import GroupOpen, RollgridError
+from .errors import GroupOpen, RollgridError, SessionEnded
 from .sessions import GIVING_UP_S, OPEN, SessionTerms
 
 if TYPE_CHECKING:
@@ -79,6 +79,8 @@ class Plan(Generic[T]):
     cursors: list[int] = dataclasses.field(default_factory=list)
     found_ended: set[str] = dataclasses.field(default_factory=set)
     """Groups of which a session had ended before it was opened here: they may have closed before the cursors, too."""
+    never_opened: dict[int, SessionEnded] = dataclasses.field(default_factory=dict)
+    """By position: a group that closed before all of it was opened, at its deadline or by a cancel."""
     closed: dict[str, Group] = dataclasses.field(default_factory=dict)
     begun: set[tuple[int, int]] = dataclasses.field(default_factory=set)
     errors: list[Exception | None] = dataclasses.field(default_factory=list)
@@ -99,6 +101,19 @@ class Plan(Generic[T]):
         self.cursors.append(session.cursor)
         if session.status != OPEN:
             self.found_ended.add(session.group_id)
+
+    def refused(self, episode: Episode[T], error: SessionEnded) -> None:
+        """It was to be opened, and its group has closed without it."""
+        self.begun.add((episode.position, episode.index))
+        self.never_opened[episode.position] = error
+        self.ended(episode, "", None, None)
+
+    def closed_before(self) -> set[str]:
+        """Groups that may have closed before the cursors.  Raises SessionEnded where nothing of one was found."""
+        for position, error in self.never_opened.items():
+            if position not in self.group_ids:
+                raise error
+        return self.found_ended | {self.group_ids[position] for position in self.never_opened}
 
     def missing(self) -> set[str]:
         """Groups that have not been read."""
@@ -168,6 +183,7 @@ def run_episodes(
 
     Raises:
         DeadlineExceeded: a group has not closed `timeout` seconds after the last episode.
+        SessionEnded: a group of this label closed before any session of it was opened.
         RollgridError: a session could not be opened, or `progress` raised: the rest is not played, and what is missing in
             groups that were begun ends as failed.
     """
@@ -177,7 +193,12 @@ def run_episodes(
     def one(episode: Episode[T]) -> None:
         if stop.is_set():
             return
-        session = client.sessions.open(**plan.opening(run, episode))
+        try:
+            session = client.sessions.open(**plan.opening(run, episode))
+        except SessionEnded as raised:
+            with lock:
+                plan.refused(episode, raised)
+            return
         with lock:
             plan.opened(episode, session.opened)
         reward, error = None, None
@@ -205,7 +226,7 @@ def run_episodes(
             pool.shutdown()
             _end_the_rest(client, plan, run)
             raise
-    for group_id in plan.found_ended:
+    for group_id in plan.closed_before():
         with contextlib.suppress(GroupOpen):
             plan.closed[group_id] = client.group(group_id)
     if plan.missing():
@@ -241,7 +262,11 @@ async def run_episodes_async(
 
     async def one(episode: Episode[T]) -> None:
         async with places:
-            session = await client.sessions.open(**plan.opening(run, episode))
+            try:
+                session = await client.sessions.open(**plan.opening(run, episode))
+            except SessionEnded as raised:
+                plan.refused(episode, raised)
+                return
             plan.opened(episode, session.opened)
             reward, error = None, None
             try:
@@ -266,7 +291,7 @@ async def run_episodes_async(
         if isinstance(error, BaseExceptionGroup):
             raise error.exceptions[0] from error
         raise
-    for group_id in plan.found_ended:
+    for group_id in plan.closed_before():
         with contextlib.suppress(GroupOpen):
             plan.closed[group_id] = await client.group(group_id)
     if plan.missing():

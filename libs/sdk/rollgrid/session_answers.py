@@ -120,7 +120,7 @@ class BranchState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SessionState(msgspec.Struct, frozen=True, kw_only=True):
-    """The tree of a session.  `status`: open, closed, failed or expired; `tokens` counts shared prefixes once."""
+    """The tree of a session.  `status`: open, closed, failed, expired, or ended with its group; `tokens` counts shared prefixes once."""
 
     session: str
     run: str

@@ -66,16 +66,18 @@ async def open_session(request: Request) -> Response:
     first = await door.turns.store.open(opened, group, fresh=unnamed)
     episode = await door.turns.store.read(who.tenant, opened.session)
     fresh = first.opened_at == opened.opened_at
-    return json_response(opened_answer(episode, group.batch_id, cursor), 201 if fresh else 200)
+    if not fresh:
+        episode = await door.turns.store.with_group(episode)
+    return json_response(opened_answer(episode, group.batch_id, cursor, time.time()), 201 if fresh else 200)
 
 
 @router.get("/v1/sessions/{session}", **described("A session's tree and state", answer=SessionState))
 async def get_session(request: Request, session: str, token_ids: WithIds = False) -> Response:
     door, who = parts(request), principal(request, Scope.READ)
-    episode = await episode_of(door, who, session)
+    episode = await door.turns.store.with_group(await episode_of(door, who, session))
     entry = door.catalog.policy(who.tenant, episode.terms.policy)
     worker = None
-    if entry is not None and episode.ended is None:
+    if entry is not None and not episode.over(time.time()):
         worker = await door.turns.affinity.bound_to(entry.value.pool, who.tenant, session)
 
     def written() -> Response:

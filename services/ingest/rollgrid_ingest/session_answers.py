@@ -24,6 +24,8 @@ from .sessions_schema import (
 )
 
 OPEN = "open"
+ENDED = "ended"
+"""With its group, at the deadline or by a cancel, and without an end of its own: the record says which."""
 
 
 def base_path(session: str, branch: str = MAIN_BRANCH) -> str:
@@ -31,15 +33,17 @@ def base_path(session: str, branch: str = MAIN_BRANCH) -> str:
     return f"/s/{session}/v1" if branch == MAIN_BRANCH else f"/s/{session}~{branch}/v1"
 
 
-def status_of(episode: Episode) -> str:
-    return OPEN if episode.ended is None else episode.ended.outcome.value
+def status_of(episode: Episode, now: float) -> str:
+    if episode.ended is not None:
+        return episode.ended.outcome.value
+    return ENDED if episode.over(now) else OPEN
 
 
-def opened_answer(episode: Episode, batch_id: str, cursor: int) -> SessionAnswer:
+def opened_answer(episode: Episode, batch_id: str, cursor: int, now: float) -> SessionAnswer:
     opened, terms = episode.opened, episode.terms
     return SessionAnswer(
         session=opened.session,
-        status=status_of(episode),
+        status=status_of(episode, now),
         turns=len(episode.tree.nodes),
         run=opened.run,
         group_id=opened.group_id,
@@ -86,7 +90,7 @@ def session_state(episode: Episode, worker: str | None, now: float, *, with_ids:
         n=opened.n,
         policy=terms.policy,
         model=terms.model or terms.policy,
-        status=status_of(episode),
+        status=status_of(episode, now),
         hold=terms.hold.value,
         reasoning_history=terms.reasoning_history.value,
         on_concurrent_turn=terms.on_concurrent_turn,

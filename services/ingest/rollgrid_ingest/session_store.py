@@ -7,6 +7,7 @@ own subject, so every replica answers the same.
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -314,6 +315,12 @@ class SessionStore:
         From then on no turn begins.  A ledger that is silent has not.
         """
         return await self._endings.group_closed(episode)
+
+    async def with_group(self, episode: Episode) -> Episode:
+        """The episode, `closed` where the ledger has closed its group."""
+        if episode.over(self._clock()) or not await self.group_closed(episode):
+            return episode
+        return dataclasses.replace(episode, closed=True)
 
     def _cap(self, name: str, opened: SessionOpened) -> int:
         """The session's own cap where it is lower than the deployment's."""

@@ -204,7 +204,7 @@ class BranchAnswer(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class SessionState(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The tree and its state.  `status`: open, closed, failed or expired; `tokens` counts shared prefixes once."""
+    """The tree and its state.  `status`: open, closed, failed, expired, or ended with its group; `tokens` counts shared prefixes once."""
 
     session: str
     run: str

@@ -150,7 +150,8 @@ class TurnReader:
         if lost is not None:
             return _failed(episode, self._turn, lost.status, lost.detail)
         if episode.ended is not None or await self._store.group_closed(episode):
-            return _failed(episode, self._turn, SampleStatus.CANCELLED, "the session has ended")
+            why = ErrorInfo(code=ErrorCode.SESSION_ENDED, message="the session has ended", boundary=Boundary.CLIENT)
+            return Sample(index=episode.opened.index, turn=self._turn, status=SampleStatus.CANCELLED, error=why)
         return None
 
 

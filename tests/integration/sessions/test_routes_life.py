@@ -93,7 +93,8 @@ def test_the_ttl_counts_from_the_end_of_a_turn_that_was_longer(pipe: Stack) -> N
 
 
 def test_a_session_that_ended_with_its_group_is_there_and_has_ended(pipe: Stack) -> None:
-    session = open_session(pipe, deadline_s=1.5)
+    terms: dict[str, Any] = {"run": "over", "group": "g-over", "deadline_s": 1.5}
+    session = open_session(pipe, **terms)
     session.chat([user("x")])
     session.closed_group()
     for refused in (
@@ -101,6 +102,20 @@ def test_a_session_that_ended_with_its_group_is_there_and_has_ended(pipe: Stack)
         session.http.delete(f"/v1/sessions/{session.id}"),
     ):
         assert code_of(refused)[:2] == (410, "session_ended")
+    assert session.state()["status"] == "ended"
+    assert "outcome" not in session.state()
+    assert open_session(pipe, **terms).opened["status"] == "ended"
+
+
+def test_a_session_whose_group_was_cancelled_has_ended_before_anybody_plays_on(pipe: Stack) -> None:
+    sessions = [open_session(pipe, run="over", group="g-cancelled", n=2, index=index) for index in range(2)]
+    ok(sessions[0].http.post(f"/v1/rollouts/{sessions[0].opened['batch_id']}/cancel"), 202)
+    sessions[0].closed_group()
+    with pytest.raises(openai.APIStatusError) as ended:  # nobody has looked since: the turn finds it out
+        sessions[1].chat([user("x")])
+    assert (ended.value.status_code, ended.value.code) == (410, "session_ended")
+    assert [session.state()["status"] for session in sessions] == ["ended"] * 2
+    assert [session.state()["open_turns"] for session in sessions] == [[]] * 2
 
 
 def test_a13_a_group_of_sessions_closes_once_with_an_entry_each(pipe: Stack) -> None:

@@ -279,6 +279,17 @@ async def test_A25_an_episode_that_is_stopped_in_mid_turn_ends_at_once_and_its_t
     assert errors[1].startswith("RuntimeError: the environment broke")
 
 
+def test_groups_that_expired_before_all_of_them_was_opened_are_found_by_a_run_that_is_started_again(
+    client: Client,
+) -> None:
+    left = client.sessions.open(run="late", group="late-0", index=0, n=2, deadline_s=1.0, sampling=SAMPLING)
+    left.sample([says("one")])
+    assert closed(client, left).counts == {"expired": 2}
+    assert client.sessions.get(left.id).ended
+    (group,) = run_episodes(client, ["a"], play, n=2, run="late", group="late", deadline_s=1.0, timeout=20)
+    assert (group.id, group.counts, len(group.samples[0].turns)) == (left.group_id, {"expired": 2}, 1)
+
+
 def test_refusals_are_typed(client: Client) -> None:
     with client.sessions.open(run="refused", max_turns=1, sampling=SAMPLING) as session:
         session.sample([says("one")])
