@@ -47,6 +47,8 @@ class TurnKeys:
     def __init__(self, bus: Bus) -> None:
         self._claims = Idempotency(bus)
         self._table: Table[IdempotencyRecord] = Table(bus, IDEMPOTENCY, IdempotencyRecord)
+        self._left: dict[tuple[str, float], float] = {}
+        """Claims of requests that have ended here without taking them back, by name and the second of the claim."""
 
     async def claim(self, caller: Caller, session: str, run: str) -> TurnKey | None:
         """None without a key.  Raises idempotency_conflict (another body), session_busy (it is being begun), BusError."""
@@ -58,15 +60,20 @@ class TurnKeys:
         fresh = IdempotencyRecord(
             body_sha256=caller.digest, run=run, batch_id="", key=key, groups=1, cursor=0, created_at=now
         )
-        found = await self._claims.claim(caller.tenant, fresh)
-        if found.fresh or found.record.batch_id:
-            return TurnKey(name, found.record, found.revision)
-        if now - found.record.created_at < BEGINNING_S:
-            raise beginning()
         try:
+            found = await self._claims.claim(caller.tenant, fresh)
+            left = (name, found.record.created_at) in self._left
+            if not left:
+                if found.fresh or found.record.batch_id:
+                    return TurnKey(name, found.record, found.revision)
+                if now - found.record.created_at < BEGINNING_S:
+                    raise beginning()
             return TurnKey(name, fresh, await self._table.update(name, fresh, found.revision))
         except Conflict as error:
             raise beginning() from error
+        except BaseException:  # no answer, and the claim may be there
+            self._leave(name, fresh)
+            raise
 
     async def names(self, key: TurnKey, call_id: str, deadline: float) -> TurnKey:
         """The key stands for this turn from now on.  Raises session_busy when somebody took it over, BusError."""
@@ -81,10 +88,18 @@ class TurnKeys:
 
         Never fails; a claim ends by itself.
         """
+        self._leave(key.name, key.record)
         try:
             await self._table.delete(key.name, key.revision)
         except RollgridError as error:
             log.info("turn_key_not_released", error=error.message)
+
+    def _leave(self, name: str, record: IdempotencyRecord) -> None:
+        """Whoever comes here with this key next need not wait until the claim has ended."""
+        now = time.time()
+        while self._left and next(iter(self._left.values())) < now:
+            del self._left[next(iter(self._left))]
+        self._left[name, record.created_at] = now + BEGINNING_S
 
 
 def beginning() -> RollgridError:

@@ -15,7 +15,7 @@ from rollgrid_contracts.arrays import TokenIds
 from rollgrid_contracts.episodes import ForkReason, SessionOpened, SessionOutcome, TurnNode
 from rollgrid_contracts.failures import ErrorCode
 from rollgrid_contracts.fleet import GroupStatus, IdempotencyRecord
-from rollgrid_contracts.ids import new_key
+from rollgrid_contracts.ids import idempotency_key, new_key
 from rollgrid_contracts.jobs import turn_call
 from rollgrid_contracts.samples import GroupsCancelled, SampleStatus
 from rollgrid_contracts.scoring import ScorerKind, ScorerSpec
@@ -458,3 +458,29 @@ async def test_a_key_that_somebody_took_over_is_not_released_by_its_first_holder
     begun = await one.claim(caller, "s", "r1")
     assert begun is not None
     assert begun.call_id == ""
+
+
+async def test_a_claim_that_nobody_answered_for_holds_up_no_retry_of_its_request(made: Grid, on: Stage) -> None:
+    """NATS stores it and the answer comes too late: the request ends with an error, and its client tries again."""
+    caller = Caller(tenant=TENANT, key=new_key(), idempotent=True, digest="d")
+    one, other = (TurnKeys(replica.bus) for replica in on.replicas)
+    await one.claim(replace(caller, key=new_key()), "s", "r1")  # the bucket is at hand
+    made.nats.pause()
+    try:
+        errors = await asyncio.gather(*(refused(one.claim(caller, "s", "r1")) for _ in range(2)))
+        assert all(error.retryable for error in errors)  # one of the two claims will be there
+    finally:
+        made.nats.resume()
+    table: Table[IdempotencyRecord] = Table(on.bus, IDEMPOTENCY, IdempotencyRecord)
+    name = idempotency_key(TENANT, f"s\x1f{caller.key}")
+
+    async def claimed() -> bool:
+        return await table.get(name) is not None
+
+    await until(claimed, 20, "the claim that got no answer is there")
+    assert (await refused(other.claim(caller, "s", "r1"))).code is ErrorCode.SESSION_BUSY  # elsewhere nobody knows
+    again = await one.claim(caller, "s", "r1")
+    assert again is not None
+    assert again.call_id == ""
+    assert (await refused(one.claim(caller, "s", "r1"))).code is ErrorCode.SESSION_BUSY  # this one is alive
+    await one.names(again, turn_call("s", 0), 9.0)
