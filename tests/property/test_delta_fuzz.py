@@ -13,7 +13,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollgrid_contracts import codec as wire
 from rollgrid_weights.delta import tables
-from rollgrid_weights.delta.blob import DIGEST_BYTES, FRONT, MAGIC, Codec, DeltaHeader, read_blob
+from rollgrid_weights.delta.blob import (
+    DIGEST_BYTES,
+    FRONT,
+    MAGIC,
+    MAX_SEGMENT,
+    Codec,
+    DeltaHeader,
+    DeltaTensor,
+    Segment,
+    SegmentGroup,
+    read_blob,
+    write_blob,
+)
 from rollgrid_weights.delta.decode import apply_delta
 from rollgrid_weights.delta.encode import encode_delta
 from rollgrid_weights.errors import WeightsError
@@ -157,6 +169,18 @@ def test_what_a_header_announces_is_bounded_before_anything_is_allocated(codec: 
     packed = zstandard.compress(bytes(1 << 20))  # a header that unpacks to more than it says
     front = FRONT.pack(MAGIC, 1, codec, len(packed), 100, 0)
     assert "unpacks to" in refused(sealed(front + bytes(DIGEST_BYTES) + packed)).message
+
+
+@both
+def test_a_segment_that_would_not_fit_into_memory_is_refused(codec: Codec) -> None:
+    def of(elements: int) -> bytes:
+        tensor, segment = DeltaTensor("a", "F32", (elements,), 0), Segment(elements, 0, 0)
+        group = SegmentGroup("F32", 0, 0, (segment,))
+        return write_blob(codec, DeltaHeader(base_digest="", target_digest="", tensors=(tensor,), groups=(group,)), [])
+
+    assert read_blob(of(MAX_SEGMENT)).elements == MAX_SEGMENT
+    found = refused(of(MAX_SEGMENT + 1))
+    assert (found.code, found.field, found.limit) == ("limit_exceeded", "groups", "16777216 elements")
 
 
 @both

@@ -32,8 +32,8 @@ DIGEST_BYTES = 32
 MAX_HEADER = 64 * 1024 * 1024
 MAX_TABLES = 1 << 20
 """Bytes of one group's frequency tables: more than 256 full ones take."""
-MAX_SEGMENT = 1 << 26
-"""Elements of one segment: what a reader must hold at once."""
+MAX_SEGMENT = 1 << 24
+"""Elements of one segment, all of which may change: what a reader and an encoder must hold at once, for each thread."""
 MAX_SEGMENTS = 1 << 16
 """Of all groups: each is a task of its own, whatever it holds."""
 GROUP_ELEMENTS = 1 << 22
@@ -197,7 +197,11 @@ def _check(header: DeltaHeader, payload: int) -> None:
             raise invalid("a group of the delta has tables of impossible size", "groups")
         payload -= group.tables
         for segment in group.segments:
-            if not 0 < segment.elements <= MAX_SEGMENT or not 0 <= segment.changed <= segment.elements:
+            if segment.elements > MAX_SEGMENT:
+                raise _over(
+                    f"a segment of the delta has {segment.elements} elements", "groups", f"{MAX_SEGMENT} elements"
+                )
+            if segment.elements < 1 or not 0 <= segment.changed <= segment.elements:
                 raise invalid(f"a segment of the delta has {segment.changed} of {segment.elements} elements", "groups")
             if segment.bytes < 0:
                 raise invalid("a segment of the delta has a negative size", "groups")
