@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 
 from rollgrid_contracts.checkpoints import AdoptedVersion
 from rollgrid_contracts.jobs import OnRefresh
@@ -128,6 +129,7 @@ class Reconciler:
             await self._folders.stage(adapter)
         if staged.folder is None:
             raise WeightsRefused(f"no folder for version {full.version}", intact=True)
+        await self._prepare(full.version, staged.folder)
         old = self._engine.loaded.version
         before = self._proofs.finding(old)
         self.holding_back = True
@@ -143,6 +145,13 @@ class Reconciler:
         self._set_current(loaded.version)
         await self._look(staged, loaded.fingerprint, before=before)
         log.info("version_applied", version=loaded.version, fingerprint=loaded.fingerprint)
+
+    async def _prepare(self, version: int, folder: Path) -> None:
+        try:
+            await self._engine.prepare(version, folder)
+        except WeightsRefused:
+            metrics.SWAPS.labels(self._settings.swap_mode.value, "failed").inc()
+            raise
 
     async def _let_go(self, version: int) -> bool:
         """Whether sessions and groups that need this one version were through with it within the grace."""

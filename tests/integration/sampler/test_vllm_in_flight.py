@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
@@ -65,6 +66,51 @@ async def base_again(engine: Any, folders: dict[int, Path]) -> AsyncIterator[Non
     yield
     if engine.loaded.version != 0 or engine.loaded.adapters:
         await engine.load_version(0, folders[0], OnRefresh.ABORT)
+
+
+async def told(engine: Any, model: Any) -> float:
+    return mismatch(model, [5, 6, 7, 8], await engine.generate(request(temperature=0.0, max_tokens=8, ignore_eos=True)))
+
+
+async def test_what_is_prepared_changes_nothing_before_it_is_loaded(
+    engine: Any, folders: dict[int, Path], models: dict[int, Any]
+) -> None:
+    """A20: weights are loaded beside generation; the pause only exchanges and proves them."""
+    before, listener = engine.loaded, Told()
+    running = asyncio.create_task(engine.generate(long(), listener))
+    await listener.some()
+    await engine.prepare(1, folders[1])
+    assert engine.loaded == before
+    assert await told(engine, models[0]) <= 1e-4
+    first = await engine.load_version(1, folders[1], OnRefresh.KEEP)
+    assert engine.last_refresh.prepared_s > 0
+    assert await told(engine, models[1]) <= 1e-4
+    assert covers(await running)
+    await engine.prepare(1, folders[1])
+    assert (await engine.load_version(2, folders[2], OnRefresh.KEEP)).fingerprint != first.fingerprint
+    assert await told(engine, models[2]) <= 1e-4, "not what was prepared, but what was asked for"
+    assert (await engine.load_version(1, folders[1], OnRefresh.KEEP)).fingerprint == first.fingerprint
+
+
+async def test_a_preparation_that_fails_or_is_given_up_leaves_the_weights_as_they_are(
+    engine: Any, folders: dict[int, Path], models: dict[int, Any], tmp_path: Path
+) -> None:
+    """A43: refused with the old version whole, and the next one loads."""
+    broken = tmp_path / "broken"
+    shutil.copytree(folders[1], broken)
+    (broken / "model.safetensors.index.json").write_text("{")  # vLLM reads it, the headers are good
+    for step in (engine.prepare(1, broken), engine.load_version(1, broken, OnRefresh.KEEP)):
+        with pytest.raises(WeightsRefused, match=r"version 1: .*JSONDecodeError") as refused:
+            await step
+        assert refused.value.intact
+        assert await told(engine, models[0]) <= 1e-4
+    given_up = asyncio.create_task(engine.prepare(1, folders[1]))
+    await asyncio.sleep(0)
+    given_up.cancel()
+    await asyncio.wait([given_up])
+    await engine.load_version(2, folders[2], OnRefresh.KEEP)
+    assert engine.last_refresh.prepared_s > 0, "beside generation again"
+    assert await told(engine, models[2]) <= 1e-4
 
 
 def long(

@@ -22,7 +22,8 @@ numbers = iter(range(1_000_000))
 async def engine() -> AsyncIterator[Any]:
     from rollgrid_sampler.engines.vllm import VllmEngine
 
-    made = VllmEngine(SamplerSettings(model=tiny_model(OLD), slots=128, kv_cache_bytes=64 * MIB))
+    # weights in place, as on a GPU; the other tests of versions have them double-buffered
+    made = VllmEngine(SamplerSettings(model=tiny_model(OLD), slots=128, kv_cache_bytes=64 * MIB, double_buffer=False))
     await made.start(0, tiny_model(OLD))
     yield made
     await made.close()

@@ -189,6 +189,12 @@ class Engine(Protocol):
             EngineDead: the engine is gone.
         """
 
+    async def prepare(self, version: int, folder: Path) -> None:
+        """Do beside generation what of `load_version` of the same can be done so, if anything; nothing changes yet.
+
+        Raises WeightsRefused, EngineDead.
+        """
+
     async def load_version(self, version: int, folder: Path, mode: OnRefresh) -> Loaded:
         """Apply `folder` as `version` to a running engine; requests that say nothing else follow `mode`.
 

@@ -91,6 +91,9 @@ class OpenAIEngine:
     async def close(self) -> None:
         await self._http.aclose()
 
+    async def prepare(self, version: int, folder: Path) -> None:
+        raise WeightsRefused("an attached server manages its own weights", intact=True)
+
     async def load_version(self, version: int, folder: Path, mode: OnRefresh) -> Loaded:
         raise WeightsRefused("an attached server manages its own weights", intact=True)
 

@@ -146,6 +146,9 @@ class ScriptedEngine:
 
     # -- weights ------------------------------------------------------------------------------
 
+    async def prepare(self, version: int, folder: Path) -> None:
+        """Nothing takes long here."""
+
     async def load_version(self, version: int, folder: Path, mode: OnRefresh) -> Loaded:
         async with self._swap:
             files = await self._read(version, folder)

@@ -13,11 +13,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import multiprocessing
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -44,10 +43,11 @@ from .vllm_adapters import Adapter, Shapes, check_adapter, check_full, shapes
 from .vllm_flights import Flight, Flights, Taken
 from .vllm_generation import Generation
 from .vllm_options import EXTENSION, build, engine_class, make_probes, set_environment
+from .vllm_processes import engine_processes
+from .vllm_spare import SpareWeights
 
 log = get_logger(__name__)
 T = TypeVar("T")
-PREPARED_LOOK_S = 0.02
 CLOSE_S = 1.0
 """How long the engine may take to end by itself."""
 
@@ -55,10 +55,11 @@ CLOSE_S = 1.0
 class Refresh(NamedTuple):
     """Seconds of the last load of other weights.
 
-    `drained_s`: until the steps that ran had ended, whose tokens count; `paused_s`: then nothing was generated, in
-    which there is vLLM's own load and the proof.
+    `prepared_s`: beside generation; `drained_s`: until the steps that ran had ended, whose tokens count; `paused_s`:
+    then nothing was generated, in which there is the exchange of what was prepared, or vLLM's own load, and the proof.
     """
 
+    prepared_s: float
     drained_s: float
     paused_s: float
     load_s: float
@@ -80,7 +81,7 @@ class VllmEngine:
         self.adapters: dict[int, Adapter] = {}
         self._numbers = itertools.count(1)
         self._probes: list[list[int]] = []
-        self._doubled = False
+        self._spare = SpareWeights(settings)
         self._marks = tempfile.TemporaryDirectory(prefix="rollgrid-lifelines-")
         self._closing = threading.Event()
         self._swap = asyncio.Lock()
@@ -131,7 +132,7 @@ class VllmEngine:
         vocab_size, context = int(config.get_vocab_size()), int(config.max_model_len)
         self._probes = make_probes(vocab_size, context)
         parts = await self.llm.collective_rpc("rg_class")
-        await self._double()
+        await self._spare.make(self.llm)
         self._facts = EngineFacts(
             name=f"vllm {vllm.__version__}",
             max_model_len=context,
@@ -139,15 +140,6 @@ class VllmEngine:
             max_loras=self._settings.lora_places,
             fingerprint_class=engine_class(self._settings, parts, self._probes),
         )
-
-    async def _double(self) -> None:
-        """Room for weights that are loaded beside generation, where it is wanted and the model is made for it."""
-        if not self._settings.double_buffer or self._settings.device != "cpu":
-            return
-        reasons = [one for one in await self.llm.collective_rpc("rg_double_buffer") if one]
-        self._doubled = not reasons
-        if reasons:
-            log.warning("weights_load_in_place", reason=reasons[0])
 
     async def _in_lasting_thread(self, build_engine: Callable[[], T]) -> T:
         """Build in a thread that stays: the kernel ends the engine's processes with the thread that made them."""
@@ -181,14 +173,14 @@ class VllmEngine:
 
     def _verify_lifelines(self) -> None:
         """vLLM swallows plugin failures: check that every engine process is bound to this one."""
-        engine = _engine_processes()
+        engine = engine_processes()
         loose = lifeline.unbound(child.pid for child in engine)
         if loose or not engine:
             raise EngineDead(f"engine processes not bound to the sampler: {loose} of {engine}")
 
     async def close(self) -> None:
         llm, self.llm = self.llm, None
-        children = _engine_processes()
+        children = engine_processes()
         if llm is not None:
             if llm.output_handler is not None:
                 llm.output_handler.cancel()  # else it reports the shutdown as a failure
@@ -218,39 +210,43 @@ class VllmEngine:
 
     # -- weights ------------------------------------------------------------------------------
 
+    async def prepare(self, version: int, folder: Path) -> None:
+        if not self._spare.made:
+            return
+        await asyncio.to_thread(check_full, version, folder, self._shapes)
+        async with self._swap:
+            with self._typed(version):
+                await self._spare.fill(self.llm, version, folder)
+
     async def load_version(self, version: int, folder: Path, mode: OnRefresh) -> Loaded:
         await asyncio.to_thread(check_full, version, folder, self._shapes)
         async with self._swap:
             try:
-                async with asyncio.timeout(self._settings.start_timeout_s):
-                    await self._prepare(folder)
-                self.flights.shut()
-                await self._settle(mode)
-                async with asyncio.timeout(self._settings.start_timeout_s):
-                    await self._apply(version, folder)
-            except TimeoutError as error:
-                raise EngineDead(f"version {version} was not loaded in {self._settings.start_timeout_s} s") from error
-            except EngineDead:
-                raise
-            except Exception as error:
-                if self.llm.errored:
-                    raise EngineDead(f"the engine died while loading version {version}") from error
-                raise WeightsRefused(f"version {version}: {error!r}", intact=self._loaded.version >= 0) from error
+                with self._typed(version):
+                    await self._spare.fill(self.llm, version, folder)
+                    self.flights.shut()
+                    await self._settle(mode)
+                    async with asyncio.timeout(self._settings.start_timeout_s):
+                        await self._apply(version, folder)
             finally:
                 if self._loaded.version >= 0:
                     await self.llm.resume_generation()
                     self.flights.open()
             return self._loaded
 
-    async def _prepare(self, folder: Path) -> None:
-        """Double-buffered: the weights are read, merged and packed while generation goes on."""
-        if not self._doubled:
-            return
-        await self.llm.collective_rpc("rg_prepare", args=(str(folder),))
-        while None in (outcomes := await self.llm.collective_rpc("rg_prepared")):
-            await asyncio.sleep(PREPARED_LOOK_S)
-        if any(outcomes):
-            raise RuntimeError(f"not loaded: {', '.join(filter(None, outcomes))}")
+    @contextlib.contextmanager
+    def _typed(self, version: int) -> Iterator[None]:
+        """What can go wrong with a load, as EngineDead or WeightsRefused."""
+        try:
+            yield
+        except TimeoutError as error:
+            raise EngineDead(f"version {version} was not loaded in {self._settings.start_timeout_s} s") from error
+        except EngineDead:
+            raise
+        except Exception as error:
+            if self.llm.errored:
+                raise EngineDead(f"the engine died while loading version {version}") from error
+            raise WeightsRefused(f"version {version}: {error!r}", intact=self._loaded.version >= 0) from error
 
     async def _settle(self, mode: OnRefresh) -> None:
         """What flies ends, or is aborted to go on later, or may stay through the pause: each by its own mode.
@@ -293,7 +289,8 @@ class VllmEngine:
         await self.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
         self._loaded, self.adapters = Loaded(version=-1), {}
         still = time.monotonic()
-        if self._doubled:
+        beside = self._spare.take()
+        if beside:
             await self.llm.collective_rpc("rg_exchange")
         else:
             await self.llm.collective_rpc("rg_reload", args=(str(folder),))
@@ -305,7 +302,9 @@ class VllmEngine:
         self.flights.applied(version)
         self._loaded = found
         ended = time.monotonic()
-        self.last_refresh = Refresh(still - begun, ended - still, loaded - still, ended - proving)
+        self.last_refresh = Refresh(
+            self._spare.filled_s if beside else 0.0, still - begun, ended - still, loaded - still, ended - proving
+        )
 
     async def _label(self, version: int) -> Loaded:
         """Fingerprint on the paused engine, then the label every later token carries."""
@@ -415,21 +414,3 @@ def _uses(version: int, flight: Flight) -> bool:
 
 def _waits(mode: OnRefresh, flight: Flight) -> bool:
     return flight.mode(mode) is OnRefresh.WAIT
-
-
-def _engine_processes() -> list[psutil.Process]:
-    """The engine core and its workers: what this process started through multiprocessing, and their children."""
-    found = []
-    for child in multiprocessing.active_children():
-        with contextlib.suppress(psutil.NoSuchProcess):
-            core = psutil.Process(child.pid)
-            found += [core, *core.children(recursive=True)]
-    return [process for process in found if not _is_tracker(process)]
-
-
-def _is_tracker(process: psutil.Process) -> bool:
-    """Whether it is multiprocessing's own resource tracker (it ends when its last user does)."""
-    try:
-        return "resource_tracker" in " ".join(process.cmdline())
-    except psutil.NoSuchProcess:
-        return True

@@ -76,7 +76,7 @@ class DoubleBuffer:
 
         if before is not None:
             before.join()
-        torch.set_num_threads(self._threads)  # a kernel is packed for so many
+        torch._C.set_num_threads(self._threads)  # of this thread: a kernel is packed for so many
         try:
             with torch.no_grad():
                 reload_weights(
@@ -100,10 +100,17 @@ def _apart(vllm_config: Any) -> Any:
 
 def _build(config: Any) -> Any:
     from vllm.config import set_current_vllm_config
+    from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
     from vllm.model_executor.model_loader import get_model
 
-    with set_current_vllm_config(config):
-        return get_model(vllm_config=config)
+    shared = dict(_ROPE_DICT)  # rotary embeddings are kept for all models, and a load takes them apart for a while
+    _ROPE_DICT.clear()
+    try:
+        with set_current_vllm_config(config):
+            return get_model(vllm_config=config)
+    finally:
+        _ROPE_DICT.clear()
+        _ROPE_DICT.update(shared)
 
 
 def _check_kept(model: Any) -> None:
@@ -129,6 +136,8 @@ def _pairs(live: Any, spare: Any) -> Iterator[tuple[Any, Any]]:
     found = {_plain(name): module for name, module in live.named_modules()}  # the innermost of a name comes last
     for name, other in spare.named_modules():
         one = found.get(name)
+        if one is other:
+            raise Unsuited(f"both instances have one {name}")
         if type(one) is not type(other) or (KERNEL in vars(one)) != (KERNEL in vars(other)):
             raise Unsuited(f"{name} is a {type(one).__name__}, and a {type(other).__name__} in the spare instance")
         yield one, other
@@ -158,8 +167,5 @@ def _tensor_pairs(modules: list[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
 
 
 def _tensors(module: Any) -> dict[str, Any]:
-    kept = {name: tensor for name, tensor in module._parameters.items() if tensor is not None}
-    for name, tensor in module._buffers.items():
-        if tensor is not None and name not in module._non_persistent_buffers_set:
-            kept[name] = tensor
-    return kept
+    kept = {name: tensor for name, tensor in module._buffers.items() if name not in module._non_persistent_buffers_set}
+    return {name: tensor for name, tensor in (module._parameters | kept).items() if tensor is not None}
