@@ -66,7 +66,7 @@ def to_arrays(
     Failed, cancelled and expired samples keep their row (empty mask where there are no tokens), so a
     group of n always has n rows at least; pass `keep=lambda group, sample: sample.ok` to drop them.
 
-    If any sample was played in turns, its rows are the root→leaf paths of its tree: the prompt ends where the first turn
+    If any sample belongs to a session, kept or not, and whether or not it came to a turn, its rows are the root→leaf paths of its tree: the prompt ends where the first turn
     begins, the completion holds all turns and what was observed between them (there `mask` is False).  Then there are also
 
     | key | shape, dtype | |
@@ -77,6 +77,7 @@ def to_arrays(
     | turns | (R, C) int64 | the turn that sampled the token; -1 elsewhere |
     | path_index | (R,) int64 | which path of its sample |
     """
+    groups = list(groups)
     rows = [
         row
         for position, group in enumerate(groups)
@@ -84,7 +85,8 @@ def to_arrays(
         if keep is None or keep(group, sample)
         for row in _rows(position, group, sample)
     ]
-    arrays = _empty(rows, pad_id, pad_to_multiple, in_turns=any(row.sample.entry.turns for row in rows))
+    in_turns = any(sample.session is not None for group in groups for sample in group.samples)
+    arrays = _empty(rows, pad_id, pad_to_multiple, in_turns=in_turns)
     for number, row in enumerate(rows):
         _fill(arrays, number, row)
     return arrays

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from rollgrid import Group, group_advantages, to_arrays
 from rollgrid_contracts.arrays import Floats, TokenIds
 from rollgrid_contracts.episodes import ForkReason, TurnNode
@@ -93,6 +94,14 @@ def test_a_single_generation_is_one_path_behind_its_groups_prompt() -> None:
 
 def test_plain_groups_have_the_plain_keys() -> None:
     assert "first" not in to_arrays([Group(closed([entry(0)]))])
+
+
+def test_episodes_that_all_failed_before_their_first_turn_have_the_keys_of_episodes() -> None:
+    groups = [Group(closed([replace(failed_entry(index), session=f"s{index}") for index in range(2)], prompt=()))]
+    arrays = to_arrays(groups)
+    assert {"valid", "first", "token_rewards", "turns", "path_index"} <= arrays.keys()
+    assert arrays["first"].shape == (2, 0)
+    assert to_arrays(groups, keep=lambda _, sample: sample.ok)["first"].shape == (0, 0)
 
 
 def test_episodes_generations_and_failures_stand_in_one_batch() -> None:
