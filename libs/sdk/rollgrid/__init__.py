@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         Unsendable,
         VersionRefused,
         VersionRolledBack,
+        VersionSuperseded,
     )
     from .nats_client import NatsClient, Queued
     from .paths import Path
@@ -64,6 +65,7 @@ _HOMES = {
     "Unsendable": "errors",
     "VersionRefused": "errors",
     "VersionRolledBack": "errors",
+    "VersionSuperseded": "errors",
     "group_advantages": "batching",
     "run_episodes": "episodes",
     "run_episodes_async": "episodes",
@@ -96,6 +98,7 @@ __all__ = [
     "Unsendable",
     "VersionRefused",
     "VersionRolledBack",
+    "VersionSuperseded",
     "group_advantages",
     "run_episodes",
     "run_episodes_async",

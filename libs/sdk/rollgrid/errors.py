@@ -62,6 +62,12 @@ class VersionRolledBack(VersionEnded):
     verb = "was rolled back"
 
 
+class VersionSuperseded(VersionEnded):
+    """It was published before under the same `upload` name, of the same bytes, and the fleet has gone on to later versions."""
+
+    verb = "was superseded"
+
+
 class CursorMismatch(ConfigurationError):
     """The cursor file belongs to another batch or run, or is damaged."""
 

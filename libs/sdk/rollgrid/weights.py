@@ -215,6 +215,7 @@ class Weights:
 
         Raises:
             VersionUnavailable: `version` exists already.
+            VersionSuperseded: it was published under `upload` before, and later versions have followed.
             InvalidRequest: the server refused a file, the configuration or an option; `field` names it.
             ConfigurationError: `source` holds nothing to publish.
             DeadlineExceeded: it is not committed in time.

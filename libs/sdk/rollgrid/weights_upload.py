@@ -15,7 +15,7 @@ import msgspec
 from rollgrid_contracts import ids
 
 from . import calls
-from .errors import ConfigurationError, DeadlineExceeded, RollgridError, UploadIncomplete
+from .errors import ConfigurationError, DeadlineExceeded, RollgridError, UploadIncomplete, VersionSuperseded
 from .transport import Call
 from .weights_delta import Snapshot, delta_body, snapshot_of
 from .weights_live import PublishedVersion
@@ -169,6 +169,7 @@ class WeightsUpload:
         Raises:
             UploadIncomplete: ranks have not finished after `timeout` seconds; it names them.
             VersionUnavailable: another publisher has the number.
+            VersionSuperseded: this upload was committed before, and later versions have followed.
         """
         self.finish()
         deadline = self.deadline if timeout is None else min(self.deadline, time.monotonic() + timeout)
@@ -183,6 +184,8 @@ class WeightsUpload:
                 time.sleep(pause)
                 pause = min(pause * 2, _MAX_PAUSE_S)
             else:
+                if not committed.created:
+                    self._refuse_superseded(committed.version)
                 return PublishedVersion(self._transport, self.policy, committed.version)
 
     def stop(self) -> None:
@@ -268,6 +271,12 @@ class WeightsUpload:
         for future in self._sending:
             if future.done():
                 future.result()
+
+    def _refuse_superseded(self, version: int) -> None:
+        """Of a trainer that went back and publishes a step again under its name: nobody would serve it."""
+        if self._send(calls.version(self.policy, version)).status == "superseded":
+            why = f"upload {self.upload} was committed before, and later versions have followed: take a new name to publish it again"
+            raise VersionSuperseded(self.policy, version, "version_unavailable", why, "upload", None)
 
     def _refuse_finished(self) -> None:
         if self._finished:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from rollgrid import Client, VersionRefused
+from rollgrid import Client, VersionRefused, VersionSuperseded
 from rollgrid.errors import ConfigurationError, IdempotencyConflict
 from rollgrid.weights_delta import delta_body, snapshot_of
 from rollgrid.weights_live import PublishedVersion
@@ -161,7 +161,7 @@ def test_A60_a_trainer_that_went_back_is_served_its_state_and_named(pipe: Stack,
 
 def test_A60_ranks_that_went_back_build_on_the_version_they_have(trainer: Trainer) -> None:
     trainer.step()
-    trainer.publish("delta", step=1)
+    trainer.publish("full", step=1, upload="ranks-1")
     early, early_version = copied(trainer.state), trainer.fleet.version
     for step in (2, 3):
         trainer.step()
@@ -169,6 +169,10 @@ def test_A60_ranks_that_went_back_build_on_the_version_they_have(trainer: Traine
     newest, trainer.state = trainer.fleet.version, copied(early)
     trainer.step()
     weights = trainer.client.weights
+    # the very bytes of then under the name of then would not be served again
+    with pytest.raises(VersionSuperseded) as followed:
+        weights.publish(POLICY, early, kind="full", step=1, upload="ranks-1")
+    assert (followed.value.version, followed.value.field) == (early_version, "upload")
     with weights.begin(POLICY, kind="delta", base_version=early_version, base=early, step=2) as upload:
         for name, tensor in trainer.state.items():
             upload.put(name, tensor)
