@@ -101,7 +101,7 @@ class Rebuilding:
             if version >= chain[-1].manifest.version or len(chain) > MAX_CHAIN:
                 raise invalid(f"version {chain[-1].manifest.version} is a delta to version {version}", "base_version")
             folder = self._base if version == 0 else at_hand.get(version)
-            if folder is not None:
+            if folder is not None and (version == 0 or folder.is_dir()):  # a cache may be emptied under who uses it
                 return chain[::-1], folder, None
             if version == 0:
                 raise invalid("a delta to the base, of which there is no folder here", "base_version")

@@ -49,6 +49,16 @@ def test_two_that_adopt_the_same_version_adopt_it_once() -> None:
     assert adopt(back, 2) is back, "nor does it come back by that"
 
 
+@pytest.mark.parametrize(("before", "step", "rewinds"), [(3, 2, 1), (3, 3, 0), (3, 4, 0), (None, 2, 0), (3, None, 0)])
+def test_A60_a_version_of_an_earlier_step_names_the_one_before(
+    before: int | None, step: int | None, rewinds: int
+) -> None:
+    first = adopt(START, 1, step=before)
+    assert adopt(first, 2, step=step).versions[-1].rewinds == rewinds
+    went_back = roll_back(adopt(first, 2, step=9), 1)
+    assert adopt(went_back, 3, step=5).versions[-1].rewinds == 0, "the fleet went back, not the trainer"
+
+
 def test_an_adapter_whose_base_was_collected_meanwhile() -> None:
     state = msgspec.structs.replace(adopt(adopt(START, 1), 2), versions=())
     with pytest.raises(plan.BaseGone) as caught:

@@ -142,6 +142,12 @@ async def test_a_disk_that_is_full_in_the_middle_of_rebuilding_is_said(store: St
     assert list((tmp_path / "cache").rglob(f"*{FETCHING}*")) == []
 
 
+async def test_what_is_at_hand_no_more_is_fetched(store: Store, tmp_path: Path) -> None:
+    rebuilding = Rebuilding(Staging(tmp_path / "cache", reserve=0), store.find, store.bring, None)
+    held = await rebuilding.hold(await store.find(NEWEST), {2: tmp_path / "emptied"})
+    assert (held.folder / MODEL).read_bytes() == (store.states[NEWEST] / MODEL).read_bytes()
+
+
 async def test_repair_rebuilds_what_rotted(store: Store, tmp_path: Path) -> None:
     rebuilding = Rebuilding(Staging(tmp_path, reserve=0), store.find, store.bring, None)
     known = await store.find(NEWEST)
