@@ -1,37 +1,39 @@
 #!/usr/bin/env bash
-# Every test, in three processes side by side: those with a real engine (which keeps one core busy), those that
-# kill servers and cut the power (which mostly wait) with those of some folders, and all others.  Arguments go to each, as in
-# `scripts/test.sh -k ledger -x`.  Fails when any of them fails.
+# Every test, in three processes side by side (tests/lanes.py): one for those with a real engine (which keeps one core
+# busy), one for those that kill servers and cut the power (which mostly wait), one for others; each goes on with what
+# is left of the others.  Arguments go to each, as in `scripts/test.sh -k ledger -x`.  Fails when any of them fails.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
-PYTEST="${VENV:-.venv}/bin/pytest"
 NO_TESTS=5 # pytest's exit code when a selection is empty
 
-ENGINE="vllm or clients"
-FAULTS="(chaos or power or beside_faults) and not ($ENGINE)"
-OTHERS="not (chaos or power or beside_faults) and not ($ENGINE)"
+# Where compiled modules may not be kept, each of the hundreds of services compiles its own anew.
+unset PYTHONDONTWRITEBYTECODE
 
-logs=$(mktemp -d)
+scratch=$(mktemp -d)
+mkdir "$scratch/claims"
 pids=()
-beside() { # name, selection, arguments
-    "$PYTEST" -m "$2" "${@:3}" >"$logs/$1" 2>&1 </dev/null &
+lane() { # name, arguments
+    exec "${VENV:-.venv}/bin/python" -m pytest -p tests.lanes --lane "$1" --claims "$scratch/claims" "${@:2}" </dev/null
+}
+beside() {
+    (lane "$@") >"$scratch/$1" 2>&1 &
     pids+=($!)
 }
-beside faults "$FAULTS" "$@"
-beside others "$OTHERS" "$@"
-trap 'kill -TERM "${pids[@]}" 2>/dev/null; wait; rm -rf "$logs"; exit 130' INT TERM
+beside faults "$@"
+beside others "$@"
+trap 'kill -TERM "${pids[@]}" 2>/dev/null; wait; rm -rf "$scratch"; exit 130' INT TERM
 
-"$PYTEST" -m "$ENGINE" "$@" </dev/null
+(lane engine "$@")
 codes=($?)
 for number in 0 1; do
     name=$([ $number = 0 ] && echo faults || echo others)
     echo "--- $name"
-    tail -n +1 --pid="${pids[$number]}" -f "$logs/$name"
+    tail -n +1 --pid="${pids[$number]}" -f "$scratch/$name"
     wait "${pids[$number]}"
     codes+=($?)
 done
-rm -rf "$logs"
+rm -rf "$scratch"
 
 [ "${codes[*]}" = "$NO_TESTS $NO_TESTS $NO_TESTS" ] && exit $NO_TESTS
 for code in "${codes[@]}"; do

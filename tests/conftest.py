@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -24,17 +23,6 @@ from tests.support.servers import (
 
 settings.register_profile("rollgrid", deadline=None)  # what an example takes says more of the machine than of the code
 settings.load_profile("rollgrid")
-
-BESIDE_FAULTS = ("unit", "property", "contract", "integration/ingest")
-"""Folders whose tests run in one process with those that kill servers and mostly wait (scripts/test.sh)."""
-
-
-@pytest.hookimpl(tryfirst=True)  # before a selection by marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    folders = [Path(__file__).parent / name for name in BESIDE_FAULTS]
-    for item in items:
-        if any(item.path.is_relative_to(folder) for folder in folders):
-            item.add_marker("beside_faults")
 
 
 @pytest.fixture
