@@ -169,9 +169,8 @@ class Weights:
 
         For a pinned session's turn the swap waits for the session, too.
         """
-        if job is not None:
-            self._sessions.note(job)
-        with self._reconciler.uses.of(version):
+        turn = contextlib.nullcontext() if job is None else self._sessions.playing(job, version)
+        with turn, self._reconciler.uses.of(version):
             yield
 
     async def proven(self, spans: tuple[VersionSpan, ...]) -> bool:

@@ -114,6 +114,29 @@ async def test_a_swap_of_full_weights_waits_for_a_pinned_session_between_its_tur
     check_gone(strange)
 
 
+async def test_a_swap_of_full_weights_waits_for_the_pin_of_a_first_turn(
+    stage: Stage, nats_settings: NatsSettings, s3: S3Settings, versions: Versions, options: dict[str, Any], play: Play
+) -> None:
+    """A first turn says which version the session keeps, and its pin is written behind it; one that is left makes none."""
+    await versions.full(1)
+    await versions.desire(0)
+    first, second, left = make_turn("pinned", 0, pinned=True), pinned(1, 0), make_turn("left", 0, pinned=True)
+    async with sampler(nats_settings, s3, pin_grace_s=30.0, **options) as one:
+        for turn in (first, left):
+            await stage.submit(turn)
+        await running(one, 2)
+        await versions.desire(1)  # in the middle of the turns
+        before, _ = await ended(stage, first, left)
+        key = await hold(stage, second)
+        await until(lambda: _holds_back(one))
+        (between,) = await play(second)
+        await Table(stage.bus, PINS, Pin).delete(key)
+        await settled(one, 1, set())
+        (gone,) = await play(pinned(2, 0))
+    check_true(versions, (first, before, [0]), (second, between, [0]))
+    check_gone(gone)
+
+
 async def test_when_the_grace_is_over_full_weights_move_on_without_the_pinned_session(
     stage: Stage, nats_settings: NatsSettings, s3: S3Settings, versions: Versions, options: dict[str, Any], play: Play
 ) -> None:
