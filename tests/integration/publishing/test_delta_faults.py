@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -57,12 +58,22 @@ def joiner(pipe: Stack, tmp_path: Path) -> Iterator[ServiceProcess]:
     process.stop()
 
 
+def loaded(trainer: Trainer) -> dict[str, LoadedVersion]:
+    """By worker what it gives new requests."""
+    workers = trainer.client.policy(POLICY).workers
+    return {worker.worker: one for worker in workers for one in worker.loaded if one.current}
+
+
 def refused(trainer: Trainer, kind: str) -> VersionRefused:
-    """What the publisher sees; the fleet goes on serving what it served."""
+    """What the publisher sees; every worker goes on serving what it served, in rotation and without a reload."""
+    before = {(name, one.version, one.loaded_at) for name, one in loaded(trainer).items()}
     published = trainer.client.weights.publish(POLICY, trainer.state, kind=kind)
     with pytest.raises(VersionRefused) as error:
         published.wait_live(timeout=60)
     assert trainer.client.weights.version(POLICY, published.version).status == "refused"
+    after = {(name, one.version, one.loaded_at) for name, one in loaded(trainer).items()}
+    assert after <= before
+    assert len(after) >= 2
     trainer.fleet.assert_truthful()
     return error.value
 
@@ -107,7 +118,7 @@ def test_A43_a_joiner_of_a_pruned_chain_waits_and_says_why(
     assert joiner.running
     assert trainer.publish("full") == "full"
     joiner.wait_ready(pipe.ready_s(joiner))
-    assert len(trainer.client.policy(POLICY).workers) == 3
+    assert joiner.readiness()[1]["version"] == trainer.fleet.version
     trainer.fleet.assert_truthful()
 
 
@@ -201,12 +212,6 @@ async def forget_lease(pipe: Stack, worker: str) -> None:
         await bus.close()
 
 
-def loaded(trainer: Trainer) -> dict[str, LoadedVersion]:
-    """By worker what it gives new requests."""
-    workers = trainer.client.policy(POLICY).workers
-    return {worker.worker: one for worker in workers for one in worker.loaded if one.current}
-
-
 def staged(folder: Path, version: int) -> list[Path]:
     """The folders of a version on a node."""
     return [path for path in (folder / "shared" / POLICY).glob(f"{version}-*") if path.is_dir()]
@@ -236,7 +241,7 @@ def test_A43_orders_that_come_again_apply_nothing_twice(pipe: Stack, trainer: Tr
     assert upload.commit().version == version  # announces it again
     revision = asyncio.run(order_again(pipe))
     wait_until(
-        lambda: {one.policy_revision for one in loaded(trainer).values()} == {revision}, 30, "all to have looked again"
+        lambda: min(one.policy_revision for one in loaded(trainer).values()) >= revision, 30, "all to have looked again"
     )
     again = loaded(trainer)
     assert {name: (one.version, one.loaded_at) for name, one in again.items()} == {
@@ -291,9 +296,16 @@ def test_A43_a_kill_in_mid_staging_and_one_before_the_apply(
         folders = [folder for folder in staged(node, version) if FETCHING in folder.name]
         return [one for one in folders if list(one.glob("*.safetensors")) and list(one.glob(f".{version}-*"))]
 
-    joiner.start()
-    wait_until(lambda: bool(torn()), 60, "the joiner to rebuild", every_s=0.001)
-    joiner.kill()
+    def whole() -> bool:
+        return any(FETCHING not in one.name for one in staged(node, version))
+
+    for _ in range(3):
+        joiner.start()
+        wait_until(lambda: bool(torn()) or whole(), 60, "the joiner to rebuild", every_s=0.001)
+        joiner.kill()
+        if torn():
+            break
+        shutil.rmtree(node)  # it was quicker
     assert torn(), "it was in the middle"
     joiner.start().wait_ready(pipe.ready_s(joiner))
     (folder,) = staged(node, version)
