@@ -111,7 +111,7 @@ async def test_a_job_of_another_pool_on_the_lane_ends_with_a_typed_error_at_last
     stage: Stage, nats_settings: NatsSettings, s3: S3Settings
 ) -> None:
     """The worker came back under its name to serve something else: nobody moves the job, and it is not run on wrong weights."""
-    (job,) = turns(1, pool="p-of-before", deadline=time.time() + 3)
+    (job,) = turns(1, pool="p-of-before", deadline=time.time() + 8)
     await to_lane(stage, "w-1", job)
     async with sampler(nats_settings, s3, instance="w-1"):
         (sample,) = await ended(stage, job)

@@ -137,7 +137,7 @@ async def _goes_back(
     state = await reached(table, lambda state: state.rollout is None, "it went back")
     assert (state.desired, state.newest, state.history) == (1, 2, (0, 1, 2, 1))
     await workers.change(canary, weights_problem=None)
-    wait_until(lambda: value(sync, "rollouts_total", outcome="failed") == 1, 10, "counted")
+    wait_until(lambda: value(sync, "rollouts_total", outcome="failed") == 1, 30, "counted")
 
 
 async def _is_overdue(sync: ServiceProcess, bus: Bus, blobs: Blobs, table: Table[PolicyState], good: Path) -> None:

@@ -143,7 +143,7 @@ def test_a_tenants_samples_in_flight_are_bounded_over_restarts_and_freed_by_clos
                 await bus.publish(subject, b"\x80", headers=headers)
 
         asyncio.run(close())
-        wait_until(lambda: http.post("/v1/rollouts", json=rollout(n=6)).status_code == 202, 10, "room after a close")
+        wait_until(lambda: http.post("/v1/rollouts", json=rollout(n=6)).status_code == 202, 30, "room after a close")
         assert http.post("/v1/rollouts", json=rollout(n=1)).status_code == 429
 
 

@@ -49,14 +49,14 @@ async def test_leases_are_listed_heard_deleted_and_end(bus: Bus) -> None:
     async with following(bus) as (leases, seen):
         assert set(leases.alive) == {"before"}
         keeping = asyncio.create_task(renewed(table, "steady"))
-        await until(lambda: "steady" in leases.alive, 5, "heard at once")
+        await until(lambda: "steady" in leases.alive, WORKER_LEASE_S - 2, "heard at once")
         await table.put("steady", state("steady", draining=True, busy=3))
-        await until(lambda: leases.alive["steady"].draining, 5, "what it says is known")
+        await until(lambda: leases.alive["steady"].draining, WORKER_LEASE_S - 2, "what it says is known")
 
         await table.put("leaves", state("leaves"))
-        await until(lambda: "leaves" in leases.alive, 5, "heard")
+        await until(lambda: "leaves" in leases.alive, WORKER_LEASE_S - 2, "heard")
         await table.delete("leaves")
-        await until(lambda: "leaves" not in leases.alive, 5, "its end is heard")
+        await until(lambda: "leaves" not in leases.alive, WORKER_LEASE_S - 2, "its end is heard")
         assert leases.gone("leaves")
         assert not leases.gone("never-heard-of"), "it may be about to renew its lease"
 

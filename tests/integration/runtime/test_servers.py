@@ -22,7 +22,7 @@ def test_servers_come_back_after_a_kill(nats: NatsServer, valkey: ValkeyServer) 
 
 def test_a_paused_server_does_not_answer_until_it_goes_on(nats: NatsServer) -> None:
     nats.pause()
-    wait_until(lambda: not nats.is_ready(), 5, "the stop has arrived")
+    wait_until(lambda: not nats.is_ready(), 30, "the stop has arrived")
     assert not nats.is_ready()
     nats.resume()
     nats.wait_ready(5)

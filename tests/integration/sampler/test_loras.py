@@ -237,22 +237,22 @@ async def test_a_version_that_never_comes_is_an_error_to_try_again_and_no_start(
 ) -> None:
     await versions.full(1)
     await versions.desire(0)
-    never = make_job("never", n=2, weights=exact(7), deadline=time.time() + 4)
+    never = make_job("never", n=2, weights=exact(7), deadline=time.time() + 8)
     soon = [make_job(f"soon{number}", n=2, weights=exact(1), sampling=LONG) for number in range(4)]
     neighbour = make_job("neighbour", n=2)
     options |= {"scripted_token_rate": 100.0}
     async with sampler(nats_settings, s3, **options) as one, sampler(nats_settings, s3, **options) as two:
         for job in (never, *soon):
             await stage.submit(job)
-        async with asyncio.timeout(10):  # all are given back, time and again
+        async with asyncio.timeout(30):  # all are given back, time and again
             while (await stage.bus.consumer_info("RG_JOBS", _lane(never))).delivered.consumer_seq < 20:  # type: ignore[union-attr]
                 await asyncio.sleep(0.05)
         await stage.submit(neighbour)
         assert {s.status for s in (await stage.finished(neighbour)).values()} == {SampleStatus.SUCCEEDED}
         failed = (await stage.finished(never)).values()
-        assert time.time() < never.deadline + 1
+        assert time.time() < never.deadline + 5, "at its deadline, whatever else is waited for"
         await versions.desire(1)
-        async with asyncio.timeout(10):  # nobody is suspected, or each would have a sampler to itself
+        async with asyncio.timeout(30):  # nobody is suspected, or each would have a sampler to itself
             while one.work.slots.jobs + two.work.slots.jobs < len(soon):
                 await asyncio.sleep(0.01)
         for job in soon:

@@ -274,7 +274,7 @@ async def test_a_flood_of_one_tenant_does_not_starve_another(
         single = make_job("single", tenant="small")
         await stage.submit(single)
         await stage.finished(single)
-        flooded = sum(event.tenant == "flood" for event in await stage.read())
+        flooded = [event.group_id for event in await stage.read()].index(single.group_id)
         assert flooded < 40, f"{flooded} of 60 jobs of the flood went before the other tenant's one"
 
 
@@ -284,12 +284,12 @@ async def test_a_drain_finishes_what_runs_and_hands_back_the_rest(
     jobs = [make_job(f"j{i}", sampling=SamplingParams(max_tokens=100, ignore_eos=True)) for i in range(10)]
     for job in jobs:
         await stage.submit(job)
-    async with sampler(nats_settings, s3, slots=16, scripted_token_rate=200.0, prefetch=4) as service:
+    async with sampler(nats_settings, s3, slots=16, scripted_token_rate=100.0, prefetch=4) as service:
         async with asyncio.timeout(10):
             while service.work.slots.busy < 16:
                 await asyncio.sleep(0.01)
-        await stage.bus.publish_core(subjects.worker_control(service.worker), DrainWorker(deadline=time.time() + 5))
-        async with asyncio.timeout(10):
+        await stage.bus.publish_core(subjects.worker_control(service.worker), DrainWorker(deadline=time.time() + 25))
+        async with asyncio.timeout(30):
             while service.work.held() or not service.work.draining:
                 await asyncio.sleep(0.01)
         running = {event.group_id for event in await stage.read()}
@@ -305,7 +305,7 @@ async def test_a_full_record_is_waited_out_not_dropped(
     nats_settings: NatsSettings, s3: S3Settings, stage: Stage
 ) -> None:
     """RG_SAMPLES at its bound: the sampler retries with heartbeats and nothing is lost (I8)."""
-    settings = nats_settings.model_copy(update={"samples_max_bytes": 2048, "ack_wait_s": 1.0})
+    settings = nats_settings.model_copy(update={"samples_max_bytes": 2048, "ack_wait_s": 2.0})
     jobs = [make_job(f"full{i}", sampling=SamplingParams(max_tokens=64, ignore_eos=True)) for i in range(4)]
     async with sampler(settings, s3) as service:
         for job in jobs:
@@ -313,7 +313,7 @@ async def test_a_full_record_is_waited_out_not_dropped(
         async with asyncio.timeout(10):
             while service._handler.samples_total < 32:
                 await asyncio.sleep(0.01)
-        await asyncio.sleep(2.5)  # more than two ack-waits under a full stream
+        await asyncio.sleep(4.5)  # more than two ack-waits under a full stream
         assert await stage.read() == []
         info = await stage.bus.js.consumer_info(
             "RG_JOBS", pool_consumer(PoolLane(POOL, Priority.NORMAL, "acme")).durable

@@ -171,7 +171,7 @@ async def test_samples_running_at_a_swap_keep_their_constraint(
     revision = await policies.create(KEY, state())
     options: dict[str, Any] = {
         "swap_mode": OnRefresh.KEEP,
-        "scripted_token_rate": 100.0,
+        "scripted_token_rate": 40.0,
         "policy_wait_s": 5,
         "pin_grace_s": 0,
     }

@@ -223,7 +223,7 @@ async def test_kill_9_while_scoring_then_redelivery(bus: Bus, scorer: ServicePro
     await until(lambda: any(tmp_path.iterdir()), 20, "the verifier has begun")
     worker = int(next(tmp_path.iterdir()).name.removeprefix("began-"))
     os.kill(scorer.pid, signal.SIGKILL)
-    wait_until(lambda: not Path(f"/proc/{worker}").exists() or _zombie(worker), 5, "the worker died with the scorer")
+    wait_until(lambda: not Path(f"/proc/{worker}").exists() or _zombie(worker), 30, "the worker died with the scorer")
     scorer.restart(60)
     await acknowledged(bus, 30)
     [(_, answer)] = await stored_from(bus, sequence + 1)

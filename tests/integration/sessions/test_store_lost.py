@@ -156,7 +156,7 @@ async def test_a_lock_whose_holder_died_is_waited_for_and_then_expires(on: Stage
         client.set(lock, "of a replica that died", px=30_000)
         await rebuilding(on.a.read(TENANT, opened.session))
         client.pexpire(lock, 1)
-        await until(lambda: not client.exists(lock), 5, "the lock is gone")
+        await until(lambda: not client.exists(lock), 10, "the lock is gone")
     await on.checked(opened)
 
 

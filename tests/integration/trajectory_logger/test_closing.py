@@ -40,9 +40,9 @@ async def test_scores_decide_the_reward_and_late_ones_are_not_needed(
     driver: Driver, stack_env: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = make_job(0, scorers=(SCORER,))
-    unscored = make_job(1, scorers=(SCORER,), deadline=time.time() + 1.5)
     failed = make_job(2, n=1, scorers=(SCORER,))
     async with logger_in_process(stack_env, monkeypatch):
+        unscored = make_job(1, scorers=(SCORER,), deadline=time.time() + 3)
         first, second, third = await driver.submit([job, unscored, failed])
         loser_then = await driver.finish(job, first)
         duplicate = await driver.finish(job, first, [make_sample(i, attempt=2) for i in range(4)])
@@ -65,7 +65,6 @@ async def test_scores_decide_the_reward_and_late_ones_are_not_needed(
 async def test_a_deadline_passes_without_any_worker(
     driver: Driver, stack_env: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    jobs = [make_job(position, deadline=time.time() + 1.0) for position in range(30)]
     aborted: list[str] = []
 
     async def on_cancel(command: CancelWork, reply: str) -> None:
@@ -73,6 +72,7 @@ async def test_a_deadline_passes_without_any_worker(
 
     await driver.bus.subscribe(subjects.worker_control("*"), CancelWork, on_cancel)
     async with logger_in_process(stack_env, monkeypatch):
+        jobs = [make_job(position, deadline=time.time() + 3) for position in range(30)]
         sequences = await driver.submit(jobs)
         await driver.finish(jobs[0], sequences[0], [make_sample(1)])
         closes = await driver.wait_closed(30)

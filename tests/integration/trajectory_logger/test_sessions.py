@@ -84,7 +84,6 @@ async def test_scores_of_a_session_and_a_group_that_never_filled(
     driver: Driver, stack_env: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scored = Episodes(driver.bus, "scored", n=1, scorers=(SCORER,))
-    short = Episodes(driver.bus, "short", n=3, deadline=time.time() + 2.0)
     async with logger_in_process(stack_env, monkeypatch):
         await scored.open(0)
         await scored.play(0, 0)
@@ -95,6 +94,7 @@ async def test_scores_of_a_session_and_a_group_that_never_filled(
             await scored.tell(
                 0, SamplesScored(**scored.who, job_seq=scored.job_seq, finished_seq=finished_seq, results=results)
             )
+        short = Episodes(driver.bus, "short", n=3, deadline=time.time() + 3)
         await short.open(0, 1)
         await short.play(0, 0)
         await short.end(0)

@@ -72,7 +72,7 @@ def test_a_session_is_ended_with_its_children(started: subprocess.Popen[bytes], 
     started.kill()
     started.wait(10)
     assert processes.end_session(started.pid) == [child]
-    wait_until(lambda: not processes.session_members(started.pid), 5, "the session is empty")
+    wait_until(lambda: not processes.session_members(started.pid), 30, "the session is empty")
 
 
 def test_leftovers_are_found_after_their_leader_and_foreign_processes_never(

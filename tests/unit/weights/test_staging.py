@@ -215,4 +215,4 @@ def test_the_lock_of_a_dead_holder_is_free(tmp_path: Path) -> None:
     finally:
         child.kill()
         child.wait(10)
-    wait_until(lambda: Staging(tmp_path).sweep("t", "p", keep=()) == ["3-dd"], 5, "the folder is removed")
+    wait_until(lambda: Staging(tmp_path).sweep("t", "p", keep=()) == ["3-dd"], 30, "the folder is removed")
