@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 from rollgrid_contracts import subjects
+from rollgrid_contracts.checkpoints import PolicyState
 from rollgrid_contracts.failures import ErrorCode
 from rollgrid_contracts.fleet import IdempotencyRecord
 from rollgrid_contracts.samples import GroupsCancelled
@@ -144,6 +145,10 @@ class Handler:
     async def hold_turn(self, submission: Submission, until: float) -> None:
         """Keep the exact version a turn asks for until then, or until its group has closed.  Raises as `submit`."""
         await self._pins.hold_turn(submission, until)
+
+    async def let_go(self, policy: PolicyState, version: int, session: str) -> None:
+        """The session has ended, and needs the version it kept no longer.  Never fails."""
+        await self._pins.drop_session(policy, version, session)
 
     async def store_turn(self, submission: Submission, worker: str | None, now: float) -> int:
         """Store the job of a session's turn, on the worker's lane or the pool's; its RG_JOBS sequence.

@@ -2,8 +2,8 @@
 
 Written before the jobs, so there is no moment at which a job waits for a version that nobody keeps.
 The list of versions is read once more behind the pin: one that is going by then is gone, one that is not
-stays, because whoever deletes looks at the pins after the list.  checkpoint-sync drops a pin once its batch has
-closed, or its time has passed.
+stays, because whoever deletes looks at the pins after the list.  A session's pin is dropped when it ends here;
+checkpoint-sync drops what is left once its batch has closed, or its time has passed.
 """
 
 from __future__ import annotations
@@ -52,6 +52,15 @@ class Pins:
         self._held[key] = None
         while len(self._held) > REMEMBERED_PINS:
             self._held.popitem(last=False)
+
+    async def drop_session(self, policy: PolicyState, version: int, session: str) -> None:
+        """It has ended: no swap waits for it any more.  Never fails; without this the pin ends with its group."""
+        key = pin_key(policy.tenant, policy.policy, version, session)
+        try:
+            if (pin := await self._table.get(key)) is not None:
+                await self._table.remove(key, pin.revision)
+        except BusError as error:
+            log.info("pin_not_dropped", holder=session, error=error.message)
 
     async def _hold(self, submission: Submission, holder: str, batch_id: str, deadline: float) -> None:
         asked, policy = submission.weights, submission.policy

@@ -207,12 +207,17 @@ def _bare(episode: Episode, outcome: SessionOutcome, detail: str | None) -> Sess
 
 
 async def _leave(door: Parts, who: Principal, episode: Episode) -> None:
-    """Behind the end: turns still under way are stopped, the worker's place is free.  Both end by themselves, too."""
+    """Behind the end: turns still under way are stopped, the worker's place is free, and so is the version that was kept.
+
+    All of it ends by itself, too.
+    """
     session = episode.opened.session
     open_turns = tuple(turn_call(session, turn) for turn in episode.live_turns(time.time()))
     entry = door.catalog.policy(who.tenant, episode.terms.policy)
     if entry is not None:
         await door.turns.affinity.release(entry.value.pool, who.tenant, session)
+        if (version := episode.keeps) is not None:
+            await door.handler.let_go(entry.value, version, session)
     if open_turns:
         try:
             command = CancelWork(group_ids=(), turns=open_turns)

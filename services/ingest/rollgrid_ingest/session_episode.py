@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 from rollgrid_contracts import codec
-from rollgrid_contracts.episodes import SessionEnded, SessionForked, SessionOpened, SessionTerms
+from rollgrid_contracts.episodes import SessionEnded, SessionForked, SessionOpened, SessionTerms, VersionHold
+from rollgrid_contracts.jobs import VersionRule
 from rollgrid_episodes.node import Lost, Node
 from rollgrid_episodes.tree import Tree
 
@@ -66,6 +67,14 @@ class Episode:
     def until(self) -> float:
         """The deadline of the session's group, UNIX seconds; infinite when it has none."""
         return self.terms.deadline or float("inf")
+
+    @property
+    def keeps(self) -> int | None:
+        """The one version that its turns run on: the first turn's where it is pinned, else the one that was asked for."""
+        terms, nodes = self.terms, self.tree.nodes
+        if terms.hold is VersionHold.PIN and nodes and (spans := nodes[min(nodes)].sample.version_spans):
+            return spans[-1].version
+        return terms.weights_value if terms.weights_rule == VersionRule.EXACT.value else None
 
     def over(self, now: float) -> bool:
         """Whether no further turn can begin: it has ended, or its group has."""

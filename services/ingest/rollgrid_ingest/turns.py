@@ -261,14 +261,13 @@ def check_policy(episode: Episode, policy: PolicyState, field: str = "model") ->
 
 def _terms(submission: Submission, episode: Episode) -> dict[str, object]:
     """What the session decides for all its turns."""
-    terms, tree = episode.terms, episode.tree
+    terms = episode.terms
     found: dict[str, object] = {"run": episode.opened.run}
     if terms.hold is VersionHold.PIN:
         found["pinned"] = True
-    if terms.hold is VersionHold.PIN and tree.nodes:
-        spans = tree.nodes[min(tree.nodes)].sample.version_spans
-        if spans:
-            found["weights"] = WeightConstraint(rule=VersionRule.EXACT, value=spans[-1].version)
+    if terms.hold is VersionHold.PIN and episode.tree.nodes:
+        if (version := episode.keeps) is not None:
+            found["weights"] = WeightConstraint(rule=VersionRule.EXACT, value=version)
     elif submission.weights == WeightConstraint():
         found["weights"] = WeightConstraint(rule=VersionRule(terms.weights_rule), value=terms.weights_value)
     return found

@@ -249,15 +249,23 @@ async def test_a_pinned_session_stays_on_the_version_of_its_first_turn_and_holds
         second = session.chat(messages)
         spans = [turn.raw["choices"][0]["weight_versions"] for turn in (first, second)]
         assert {span["version"] for part in spans for span in part} == {0}
+    exact = open_session(pipe, weights={"exact_version": 0})
+    exact.chat([{"role": "user", "content": "hello"}])
     bus = await Bus.connect(pipe.nats.settings(), "test", None)
     try:
-        pins = await Table(bus, PINS, Pin).items()
+        table = Table(bus, PINS, Pin)
+        pins = await table.items()
+        pinned.close()
+        exact.close(outcome="failed")
+        left = {key.rpartition(".")[2] for key in await table.keys()}
     finally:
         await bus.close()
     held = {key.rpartition(".")[2]: pin.value for key, pin in pins.items()}
     assert floating.id not in held
     assert held[pinned.id].batch_id == pinned.opened["batch_id"], "let go once its group has closed"
     assert held[pinned.id].until > pinned.opened["deadline"]
+    assert exact.id in held
+    assert not left & {pinned.id, exact.id}, "no swap waits for what has ended"
 
 
 def test_another_policy_is_refused(pipe: Stack) -> None:
