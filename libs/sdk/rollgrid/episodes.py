@@ -35,6 +35,7 @@ CLOSES_S = 300.0
 """How long the closes of the groups may take behind the last episode: scorers act after it."""
 
 NOT_PLAYED = "the run ended before it was played"
+STOPPED = "the run was interrupted"
 LEFT = "its process left it, and its environment with it"
 
 log = logging.getLogger(__name__)
@@ -83,6 +84,8 @@ class Plan(Generic[T]):
     """By position: a group that closed before all of it was opened, at its deadline or by a cancel."""
     closed: dict[str, Group] = dataclasses.field(default_factory=dict)
     begun: set[tuple[int, int]] = dataclasses.field(default_factory=set)
+    playing: set[str] = dataclasses.field(default_factory=set)
+    """Sessions that have been opened here and have not ended."""
     errors: list[Exception | None] = dataclasses.field(default_factory=list)
 
     def episodes(self) -> Iterator[Episode[T]]:
@@ -99,6 +102,7 @@ class Plan(Generic[T]):
         self.begun.add((episode.position, episode.index))
         self.group_ids[episode.position] = session.group_id
         self.cursors.append(session.cursor)
+        self.playing.add(session.session)
         if session.status != OPEN:
             self.found_ended.add(session.group_id)
 
@@ -136,6 +140,7 @@ class Plan(Generic[T]):
 
     def ended(self, episode: Episode[T], session: str, reward: float | None, error: Exception | None) -> None:
         self.errors.append(error)
+        self.playing.discard(session)
         if error is not None:
             log.warning("episode %s.%d failed: %s: %s", episode.group, episode.index, type(error).__name__, error)
         if self.progress is None:
@@ -186,6 +191,7 @@ def run_episodes(
         SessionEnded: a group of this label closed before any session of it was opened.
         RollgridError: a session could not be opened, or `progress` raised: the rest is not played, and what is missing in
             groups that were begun ends as failed.
+        KeyboardInterrupt: the sessions that are being played end as failed, too, and their turns with them.
     """
     plan = _plan(tasks, n, concurrency, group, terms, terms_of, progress)
     lock, stop = threading.Lock(), threading.Event()
@@ -204,8 +210,9 @@ def run_episodes(
         reward, error = None, None
         try:
             with session:
-                if session.opened.turns and not session.ended:
-                    client.sessions.cancel(session.id, detail=LEFT)
+                left = NOT_PLAYED if stop.is_set() else LEFT if session.opened.turns else None
+                if left is not None and not session.ended:
+                    client.sessions.cancel(session.id, detail=left)
                     session.life.ended = True
                 if not session.ended:
                     reward = _number(play(session, episode.task))
@@ -221,8 +228,12 @@ def run_episodes(
         try:
             for future in wait(played, return_when=FIRST_EXCEPTION).done:
                 future.result()
-        except BaseException:
+        except BaseException as error:
             stop.set()
+            if not isinstance(error, Exception):  # Ctrl-C: nobody waits for what is being played
+                with lock:
+                    playing = list(plan.playing)
+                _stop(client, playing)
             pool.shutdown()
             _end_the_rest(client, plan, run)
             raise
@@ -232,6 +243,15 @@ def run_episodes(
     if plan.missing():
         plan.closed.update((found.id, found) for found in client.trajectories(run, **plan.reading(timeout)))
     return plan.in_order()
+
+
+def _stop(client: Client, sessions: list[str]) -> None:
+    """Their turns end with them, and so what `play` waits for."""
+    until = time.monotonic() + GIVING_UP_S
+    for session in sessions:
+        if time.monotonic() < until:
+            with contextlib.suppress(RollgridError):
+                client.sessions.cancel(session, detail=STOPPED)
 
 
 def _end_the_rest(client: Client, plan: Plan[Any], run: str) -> None:

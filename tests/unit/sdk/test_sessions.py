@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import threading
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -10,10 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 from rollgrid import AsyncClient, AsyncSession, Client, EpisodeEnded, Retries, Session, run_episodes, run_episodes_async
+from rollgrid.episodes import NOT_PLAYED, STOPPED
 from rollgrid.errors import LimitExceeded, SessionBusy, SessionEnded, Unreachable, Unsendable
 from rollgrid.session_calls import by_turn
 from rollgrid.turns import CHAT, COMPLETIONS, turn_request
 
+from tests.support.waiting import wait_until
 from tests.unit.sdk.faulty import after, cut, refuse, running
 from tests.unit.sdk.faulty_sessions import FaultySessions
 
@@ -309,6 +312,22 @@ async def test_a_cancelled_async_run_ends_its_sessions_as_failed(
     ((_, group),) = ingest.groups
     assert [entry.sample.status for entry in group.entries] == ["failed"] * 3
     assert ingest.closes.keys() == ingest.opened.keys()
+
+
+def test_an_interrupted_run_ends_the_sessions_that_are_being_played(client: Client, ingest: FaultySessions) -> None:
+    playing = threading.Barrier(2, action=lambda: signal.pthread_kill(main, signal.SIGINT))
+    main = threading.main_thread().ident or 0
+
+    def play(session: Session, task: int) -> None:
+        session.sample(HELLO)
+        playing.wait(10)
+        wait_until(lambda: session.id in ingest.closes, 10, "the session was ended")
+        raise RuntimeError("its turn was stopped")
+
+    with pytest.raises(KeyboardInterrupt):
+        run_episodes(client, [0], play, n=3, concurrency=2)
+    assert sorted(end["detail"] for end in ingest.closes.values()) == [NOT_PLAYED, STOPPED, STOPPED]
+    assert len(ingest.groups) == 1
 
 
 def test_progress_that_raises_ends_the_run(client: Client, ingest: FaultySessions) -> None:
