@@ -231,23 +231,22 @@ class Acknowledged(NamedTuple):
     cursor: int
 
 
-def post_until_answered(pipe: Stack, item: dict[str, Any], value: int, give_up_s: float = 90) -> Acknowledged:
+def post_until_answered(http: httpx2.Client, item: dict[str, Any], value: int, give_up_s: float = 90) -> Acknowledged:
     """As a client does: the same key until somebody answers; every other time without the close's cursor."""
     group = item["group"]["group_id"]
     reward = {"index": value % 2, "name": f"v{value}", "value": value}
     more = {"cursor": item["cursor"]} if value % 2 else {}
     give_up = time.monotonic() + give_up_s
-    with caller(pipe, "alice") as http:
-        while True:
-            try:
-                answer = post(http, group, reward, key=f"storm-{value}", **more)
-            except httpx2.HTTPError:
-                answer = None
-            if answer is not None and answer.status_code == 200:
-                return Acknowledged(group, value, answer.json()["cursor"])
-            assert answer is None or answer.status_code in (429, 502, 503), answer.text
-            assert time.monotonic() < give_up, f"post {value} was never answered"
-            time.sleep(0.1)
+    while True:
+        try:
+            answer = post(http, group, reward, key=f"storm-{value}", **more)
+        except httpx2.HTTPError:
+            answer = None
+        if answer is not None and answer.status_code == 200:
+            return Acknowledged(group, value, answer.json()["cursor"])
+        assert answer is None or answer.status_code in (429, 502, 503), answer.text
+        assert time.monotonic() < give_up, f"post {value} was never answered"
+        time.sleep(0.1)
 
 
 @pytest.mark.slow
@@ -255,7 +254,7 @@ def test_i1_every_acknowledged_post_is_read_back_once_through_kills(pipe: Stack,
     items = closed(alice, "storm", 8)
     victims: list[Process] = [pipe.nats, pipe["trajectory_logger"], pipe["ingest"], pipe.nats]
     with ThreadPoolExecutor(4) as pool:
-        posts = [pool.submit(post_until_answered, pipe, items[value % 8], value) for value in range(STORM)]
+        posts = [pool.submit(post_until_answered, alice, items[value % 8], value) for value in range(STORM)]
         for strike, victim in enumerate(victims, 1):
             answered = STORM * strike // 6
             wait_until(lambda: sum(map(Future.done, posts)) >= answered, 60, f"{answered} posts")  # noqa: B023
