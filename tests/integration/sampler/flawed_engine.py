@@ -1,4 +1,4 @@
-"""The engine with one safeguard taken out: the tests that the safeguard is there for must then fail."""
+"""The engine with one safeguard taken out, whose tests must then fail, or failing at a chosen moment."""
 
 from __future__ import annotations
 
@@ -10,11 +10,22 @@ EXTENSION = "tests.integration.sampler.flawed_engine.SwitchedExtension"
 
 
 class SwitchedExtension(WeightsExtension):
-    """As the real one until `t_leave_head` says that the output head is not to be packed again."""
+    """As the real one until it is told otherwise."""
 
     left = False
+    torn = False
+
+    def t_tear(self, torn: bool) -> None:
+        """Exchanges of weights are to fail when they have begun."""
+        self.torn = torn
+
+    def rg_exchange(self) -> None:
+        super().rg_exchange()
+        if self.torn:
+            raise RuntimeError("torn")
 
     def t_leave_head(self, left: bool) -> None:
+        """The output head is not to be packed again."""
         self.left = left
 
     def rg_repair_tied_head(self, model: Any = None) -> int:

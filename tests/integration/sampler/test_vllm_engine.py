@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from rollgrid_contracts.failures import ErrorCode
 from rollgrid_contracts.jobs import OnRefresh
 from rollgrid_contracts.samples import FinishReason
 from rollgrid_runtime.errors import RollgridError
-from rollgrid_sampler.engines.base import Generated, RequestFailed
+from rollgrid_sampler.engines.base import Generated, RequestFailed, WeightsRefused
 
 from tests.support.tiny_models import EOS_ID, tiny_model
 
@@ -155,6 +157,19 @@ async def test_reload_repairs_the_tied_head_and_the_fingerprint_tells(engine: An
     fixed = (await engine.llm.collective_rpc("rg_probe", args=(probes,)))[0]
     assert stale != fixed, "the fingerprint sees one stale tensor"
     await engine.load_version(0, tiny_model(OLD), OnRefresh.WAIT)
+
+
+async def test_a_load_in_place_that_fails_leaves_the_weights_in_doubt(engine: Any, tmp_path: Path) -> None:
+    first = engine.loaded.fingerprint
+    torn = tmp_path / "torn"
+    shutil.copytree(tiny_model(NEW), torn)
+    (torn / "model.safetensors.index.json").write_text("{")  # vLLM reads it, the headers are good
+    with pytest.raises(WeightsRefused) as refused:
+        await engine.load_version(1, torn, OnRefresh.WAIT)
+    assert not refused.value.intact
+    assert engine.loaded.version == -1
+    assert (await engine.load_version(0, tiny_model(OLD), OnRefresh.WAIT)).fingerprint == first
+    check_whole(await engine.generate(request(seed=2)))
 
 
 async def test_the_probe_equals_a_prompt_logprobs_request(engine: Any) -> None:

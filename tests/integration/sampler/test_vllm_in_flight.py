@@ -19,6 +19,7 @@ from rollgrid_sampler.settings import SamplerSettings
 from tests.support.tiny_models import TinyModel, tiny_model
 from tests.support.waiting import until
 
+from .flawed_engine import EXTENSION
 from .tiny_engine import MIB, request
 from .weight_versions import full_version, lora_version, merged, mismatch, model_of, one_tensor_changed, seams_mismatch
 
@@ -55,7 +56,7 @@ async def engine(folders: dict[int, Path]) -> AsyncIterator[Any]:
     settings = SamplerSettings(
         model=folders[0], slots=64, kv_cache_bytes=32 * MIB, block_size=32, max_loras=2, max_lora_rank=8
     )
-    made = VllmEngine(settings)
+    made = VllmEngine(settings, EXTENSION)
     await made.start(0, folders[0])
     yield made
     await made.close()
@@ -314,15 +315,15 @@ async def test_what_can_be_refused_from_the_headers_disturbs_nobody(
 
 
 async def test_while_the_weights_are_in_doubt_nobody_is_answered(
-    engine: Any, folders: dict[int, Path], models: dict[int, Any], tmp_path: Path
+    engine: Any, folders: dict[int, Path], models: dict[int, Any]
 ) -> None:
-    folder = one_tensor_changed(folders[1], "model.norm.weight", tmp_path / "torn")
-    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"model.norm.weight": "other.safetensors"}}')
     told = Told()
     kept = asyncio.create_task(engine.generate(long(400), told))
     await told.some()
-    with pytest.raises(WeightsRefused) as refused:
-        await engine.load_version(3, folder, OnRefresh.KEEP)
+    await engine.llm.collective_rpc("t_tear", args=(True,))
+    with pytest.raises(WeightsRefused, match="torn") as refused:
+        await engine.load_version(2, folders[2], OnRefresh.KEEP)
+    await engine.llm.collective_rpc("t_tear", args=(False,))
     assert not refused.value.intact
     assert engine.loaded.version == -1
     late = asyncio.create_task(engine.generate(long(10)))
