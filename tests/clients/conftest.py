@@ -63,7 +63,9 @@ def door(request: pytest.FixtureRequest) -> Iterator[Door]:
 def run_in(folder: Path, client: str, command: list[str], env: Mapping[str, str]) -> str:
     """Run a command of a client's environment in `folder`; its output, or the failure with its end."""
     made = environment(client)
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("ROLLGRID_", "VIRTUAL_ENV"))}
+    # pip has compiled nothing: unless the first process may keep what it compiles, each does all of it again
+    dropped = ("ROLLGRID_", "VIRTUAL_ENV", "PYTHONDONTWRITEBYTECODE")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
     clean |= {"PATH": f"{made / 'bin'}:{os.environ['PATH']}", **env}
     done = subprocess.run(
         [str(made / "bin" / command[0]), *command[1:]],

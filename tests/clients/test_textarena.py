@@ -22,7 +22,7 @@ GAMES, N, CONCURRENCY = 2, 4, 8
 def played(door: Door, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the program saw."""
     command = ["python", str(PROGRAM), MODEL_ID, str(N), str(CONCURRENCY)]
-    env = {"ROLLGRID_URL": door.url, "PYTHONDONTWRITEBYTECODE": "1"}
+    env = {"ROLLGRID_URL": door.url}
     found: dict[str, Any] = json.loads(
         run_in(tmp_path_factory.mktemp("games"), "textarena", command, env).splitlines()[-1]
     )
@@ -74,7 +74,7 @@ def test_episodes_are_played_side_by_side(groups: list[Group]) -> None:
 def test_the_example_of_a_rollout_with_a_tool_runs(door: Door, tmp_path: Path) -> None:
     calls = [f'<tool_call>\n{{"name": "add", "arguments": {{"a": {a}, "b": 2}}}}\n</tool_call>' for a in (1, 2)]
     said = json.dumps({"structured_outputs": {"choice": [*calls, "It is 3.", "It is 4."]}})
-    env = {"ROLLGRID_URL": door.url, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+    env = {"ROLLGRID_URL": door.url, "PYTHONPATH": str(ROOT)}
     lines = run_in(tmp_path, "textarena", ["python", "-m", "examples.sessions", said], env).splitlines()
     assert [line.split()[-1] for line in lines[:-1]] == ["played"] * 16
     with Client(door.url) as client:

@@ -26,7 +26,7 @@ def trainings(door: Door, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     """What the program measured; the policy runs its base model again afterwards."""
     folder = tmp_path_factory.mktemp("trl")
     command = ["python", str(PROGRAM), "--model", str(door.model), "--report", "report.json", "--scratch", "scratch"]
-    env = {"ROLLGRID_URL": door.url, "PYTHONPATH": str(EXAMPLES), "PYTHONDONTWRITEBYTECODE": "1"}
+    env = {"ROLLGRID_URL": door.url, "PYTHONPATH": str(EXAMPLES)}
     others = run_in(folder, "trl", command, env).splitlines()[-1]
     yield {"example": json.loads((folder / "report.json").read_text()), **json.loads(others)}
     with Client(door.url) as client:

@@ -38,7 +38,7 @@ def evaluated(door: Door, run_client: Callable[..., str], folder: Path, kind: st
     ]
     command += ["--sampling.max-tokens", "16", "--sampling.temperature", "1.0"]
     command += ["--output-dir", str(folder), "--run.name", kind, "--no-push", *more]
-    env = {"ROLLGRID_API_KEY": "any", "PYTHONPATH": str(TASKS), "PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1"}
+    env = {"ROLLGRID_API_KEY": "any", "PYTHONPATH": str(TASKS), "HF_HUB_OFFLINE": "1"}
     run_client("verifiers", command, env)
     lines = (folder / kind / "traces.jsonl").read_text().splitlines()
     assert len(lines) == EPISODES
@@ -108,7 +108,6 @@ def tool_episodes(door: Door, tmp_path_factory: pytest.TempPathFactory) -> tuple
         env = {
             "ROLLGRID_API_KEY": "any",
             "PYTHONPATH": str(TASKS),
-            "PYTHONDONTWRITEBYTECODE": "1",
             "HF_HUB_OFFLINE": "1",
         }
         said = run_in(tmp_path_factory.mktemp("adder"), "verifiers", command, env)
