@@ -109,7 +109,11 @@ class Turns:
         episode = await self.store.read(caller.tenant, session)
         node = episode.tree.nodes.get(turn)
         if node is None:
-            refuse_failed(collected.samples(key.call_id))
+            try:
+                refuse_failed(collected.samples(key.call_id))
+            except RollgridError as error:
+                error.retryable = False  # the key stands for a turn that has ended: another one plays a new turn
+                raise
             raise has_ended(session)
         place = node.node
         prompt = episode.tree.token_ids(place.parent).tolist() + place.observation.tolist()

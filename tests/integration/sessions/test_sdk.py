@@ -31,7 +31,7 @@ from rollgrid import (
     run_episodes_async,
     to_arrays,
 )
-from rollgrid.errors import LimitExceeded, NotFound, SessionEnded, UnknownField
+from rollgrid.errors import LimitExceeded, NotFound, ServerError, SessionEnded, UnknownField
 from rollgrid.export import from_jsonl, to_jsonl
 from rollgrid_contracts.episodes import ForkReason
 from rollgrid_contracts.fleet import IdempotencyRecord
@@ -277,6 +277,16 @@ async def test_A25_an_episode_that_is_stopped_in_mid_turn_ends_at_once_and_its_t
     errors = ["" if sample.error is None else sample.error.message for sample in group]
     assert errors[0].startswith("CancelledError")
     assert errors[1].startswith("RuntimeError: the environment broke")
+
+
+async def test_a_turn_that_failed_is_not_asked_for_again_and_again(async_client: AsyncClient) -> None:
+    """Its key stands for the failed turn: each retry would be answered in the same way."""
+    async with await async_client.sessions.open(run="failed-turn", sampling=SAMPLING) as session:
+        async with asyncio.timeout(30):  # an outage is waited out for 60
+            with pytest.raises(ServerError, match="deadline"):
+                await session.sample([says("one")], max_tokens=1900, ignore_eos=True, deadline_s=0.5)
+        assert (await session.sample([says("one")])).parent is None
+        assert [lost.status for lost in (await session.state()).lost_turns] == ["expired"]
 
 
 def test_groups_that_expired_before_all_of_them_was_opened_are_found_by_a_run_that_is_started_again(
