@@ -14,6 +14,7 @@ from .errors import RollgridError
 from .session_answers import Ended, Opened, SessionState
 from .session_calls import HEAD, Head, TurnRewards
 from .sessions import GIVING_UP_S, SessionTerms, SessionView, failing, opened_of, opening, view_of
+from .tasks import Message
 from .transport import AsyncTransport
 from .turns import IdsLike, Turn
 
@@ -27,7 +28,7 @@ class AsyncSession(SessionView):
 
     async def sample(
         self,
-        messages: Sequence[Mapping[str, Any]] | None = None,
+        messages: Sequence[Message] | None = None,
         *,
         token_ids: IdsLike | None = None,
         observation_token_ids: IdsLike | None = None,

@@ -12,7 +12,7 @@ from rollgrid_contracts.episodes import MAIN_BRANCH, ForkReason
 from .calls import answered, keyed, segment
 from .errors import Unsendable
 from .session_answers import Ended, Forked, Opened, SessionState
-from .tasks import ScorerLike, json_body, scorer_body, weights_body
+from .tasks import Message, ScorerLike, json_body, scorer_body, weights_body
 from .transport import Call
 from .turns import IdsLike, Turn, TurnAnswer, turn_request
 
@@ -87,7 +87,7 @@ class Address:
     def turn(
         self,
         *,
-        messages: Sequence[Mapping[str, Any]] | None,
+        messages: Sequence[Message] | None,
         token_ids: IdsLike | None,
         observation_token_ids: IdsLike | None,
         sampling: Mapping[str, Any],

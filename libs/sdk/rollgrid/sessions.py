@@ -22,7 +22,7 @@ from .discovery import Endpoint
 from .errors import RollgridError
 from .session_answers import Ended, Forked, Opened, SessionState
 from .session_calls import HEAD, Address, Head, TurnRewards
-from .tasks import ScorerLike
+from .tasks import Message, ScorerLike
 from .transport import Call, SyncTransport
 from .turns import IdsLike, Turn
 
@@ -149,7 +149,7 @@ class SessionView:
 
     def turn_call(
         self,
-        messages: Sequence[Mapping[str, Any]] | None,
+        messages: Sequence[Message] | None,
         token_ids: IdsLike | None,
         observation_token_ids: IdsLike | None,
         sampling: Mapping[str, Any],
@@ -191,7 +191,7 @@ class Session(SessionView):
 
     def sample(
         self,
-        messages: Sequence[Mapping[str, Any]] | None = None,
+        messages: Sequence[Message] | None = None,
         *,
         token_ids: IdsLike | None = None,
         observation_token_ids: IdsLike | None = None,
@@ -200,7 +200,8 @@ class Session(SessionView):
     ) -> Turn:
         """Play one turn.  Give the whole conversation so far, or the ids of the whole prompt, or only the new ids.
 
-        The prompt goes on behind the very tokens of the branch's last turn; where the history was edited, the turn
+        Messages are mappings, or what the `openai` package returned.  The prompt goes on behind the very tokens of the
+        branch's last turn; where the history was edited, the turn
         forks, and `turn.fork` says why.  `sampling` and further fields (`tools`, `tool_choice`, `response_format`, …) are
         those of the chat and completions routes.
 

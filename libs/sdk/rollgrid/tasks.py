@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -113,6 +113,16 @@ def score_body(
     return json_body({"token_ids": plain, "deadline_s": deadline_s, **given})
 
 
+@runtime_checkable
+class PydanticLike(Protocol):
+    """A message as the `openai` package returns it; sent as that package sends it: what was set."""
+
+    def model_dump(self, *, mode: str, exclude_unset: bool) -> Any: ...
+
+
+Message: TypeAlias = Mapping[str, Any] | PydanticLike
+
+
 def json_body(body: dict[str, Any]) -> bytes:
     """A request as JSON.  Raises Unsendable for what JSON would silently change."""
     _refuse_nan(body, "")
@@ -142,4 +152,6 @@ def _plain(value: object) -> object:
         plain = value.tolist()
         _refuse_nan(plain, "an array")
         return plain
+    if isinstance(value, PydanticLike):
+        return value.model_dump(mode="json", exclude_unset=True)
     raise TypeError(f"cannot send a {type(value).__name__}")

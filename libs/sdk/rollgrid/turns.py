@@ -15,7 +15,7 @@ from rollgrid_contracts.jobs import VersionSpan
 
 from .errors import Unsendable
 from .results import Ids, Logprobs
-from .tasks import json_body
+from .tasks import Message, json_body
 
 IdsLike = Sequence[int] | npt.NDArray[Any] | PackedArray[int]
 
@@ -183,7 +183,7 @@ class Turn:
 
 
 def turn_request(
-    messages: Sequence[Mapping[str, Any]] | None,
+    messages: Sequence[Message] | None,
     token_ids: IdsLike | None,
     observation_token_ids: IdsLike | None,
     sampling: Mapping[str, Any],

@@ -209,7 +209,10 @@ def test_A49_an_unmodified_openai_client_plays_a_branch(client: Client) -> None:
         with openai.OpenAI(**branch.openai()) as beside:
             history = [says("hello"), {"role": "assistant", "content": first.choices[0].message.content}, says("again")]
             beside.chat.completions.create(model=POLICY, messages=history, max_tokens=4)  # type: ignore[arg-type]
-    main, forked = session.state().nodes
+        played = first.choices[0].message  # a model of pydantic's
+        assert session.sample([says("hello"), played, says("and here")]).fork is None
+    main, forked, behind = session.state().nodes
+    assert (behind.branch, behind.parent) == ("main", 0)
     assert (main.branch, forked.branch, forked.parent, forked.fork) == ("main", branch.branch, 0, None)
     assert [(b.branch, b.parent, b.reason) for b in session.state().branches][1:] == [
         (branch.branch, 0, ForkReason.EXPLORE)
