@@ -15,14 +15,20 @@ def model(folder: Path, dtype: str = "float32") -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
 
 
+def logits(folder: Path, ids: list[int]) -> Any:
+    """Of one forward over `ids`; float32, shape (len(ids), vocabulary)."""
+    import torch
+
+    with torch.no_grad():
+        return model(folder)(torch.tensor([ids])).logits[0].float()
+
+
 def logprobs(folder: Path, prompt: list[int], completion: list[int], temperature: float) -> list[float]:
     """log softmax(logits / temperature) of each completion token; float32, shape (len(completion),)."""
     import torch
 
-    ids = torch.tensor([prompt + completion])
-    with torch.no_grad():
-        logits = model(folder)(ids).logits[0, len(prompt) - 1 : -1].float() / temperature
-    chosen = torch.log_softmax(logits, -1).gather(-1, torch.tensor(completion)[:, None])
+    before = logits(folder, prompt + completion)[len(prompt) - 1 : -1] / temperature
+    chosen = torch.log_softmax(before, -1).gather(-1, torch.tensor(completion)[:, None])
     return [float(value) for value in chosen[:, 0]]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,14 @@ import pytest
 from openai import OpenAI
 
 from tests.e2e.conftest import Door
-from tests.e2e.reference import logprobs
+from tests.e2e.reference import logits, logprobs
 from tests.support.tiny_models import EOS_ID
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(420)]
 TOLERANCE = 1e-4
 TURNS = 20
+LIKELIEST = 20
+IMPOSSIBLE = -1000.0
 TOOLS: list[Any] = [
     {
         "type": "function",
@@ -60,11 +63,14 @@ def test_twenty_turns_with_tools_are_token_exact_and_their_logprobs_a_forwards(
     messages: list[Any] = [{"role": "user", "content": "Where is the fox?"}]
     before: list[int] = []
     free: list[int] = []
+    told: dict[int, list[dict[int, float]]] = {}
+    bias = finite(vllm_door.model)
     for number in range(TURNS):
         forced = number % 2 == 0
         options: dict[str, Any] = {"tool_choice": "none", "max_tokens": 16}
         if forced:
-            options = {"tool_choice": NAMED, "max_tokens": 60, "logit_bias": finite(vllm_door.model)}
+            options = {"tool_choice": NAMED, "max_tokens": 60, "logit_bias": bias, "logprobs": True}
+            options |= {"top_logprobs": LIKELIEST, "extra_body": {"return_tokens_as_token_ids": True}}
         answer = client.chat.completions.create(model=vllm_door.policy, messages=messages, tools=TOOLS, **options)
         raw = answer.model_dump()
         assert raw["session"]["fork"] is None, raw["session"]
@@ -73,6 +79,7 @@ def test_twenty_turns_with_tools_are_token_exact_and_their_logprobs_a_forwards(
         message = answer.choices[0].message
         messages.append(message.model_dump(exclude_none=True, include={"role", "content", "tool_calls"}))
         if forced:
+            told[number] = [_by_id(place) for place in raw["choices"][0]["logprobs"]["content"]]
             calls = raw["choices"][0]["message"]["tool_calls"] or []
             assert calls, raw["choices"][0]
             assert json.loads(calls[0]["function"]["arguments"])["where"] in ("left", "right")
@@ -87,6 +94,7 @@ def test_twenty_turns_with_tools_are_token_exact_and_their_logprobs_a_forwards(
     (entry,) = _record(http, opened)["entries"]
     assert [turn["token_ids"] for turn in entry["turns"]] == [node["token_ids"] for node in nodes]
     assert _worst(vllm_door.model, entry["turns"], free) < TOLERANCE
+    assert _worst_constrained(vllm_door.model, entry["turns"], told, bias) < TOLERANCE
     assert {span["version"] for turn in entry["turns"] for span in turn["version_spans"]} == {0}
 
 
@@ -146,3 +154,40 @@ def _worst(folder: Path, turns: list[dict[str, Any]], free: list[int]) -> float:
     want = logprobs(folder, path[:1], path[1:], 1.0)
     assert len(sampled) >= len(free)
     return max(abs(value - want[at - 1]) for at, value in sampled.items())
+
+
+def _by_id(place: dict[str, Any]) -> dict[int, float]:
+    """Of one sampled token and its likeliest alternatives: id to logprob."""
+    return {int(one["token"].removeprefix("token_id:")): one["logprob"] for one in [*place["top_logprobs"], place]}
+
+
+def _worst_constrained(
+    folder: Path, turns: list[dict[str, Any]], told: dict[int, list[dict[int, float]]], bias: dict[str, Any]
+) -> float:
+    """Largest |Δlogprob| of the sampled tokens of turns that a grammar and a bias held.
+
+    Among what the grammar allows, a logprob is the biased logit less one number per place: that of the alternatives
+    which were told, all that are allowed where those are fewer than were asked for.
+    """
+    path: list[int] = []
+    sampled: dict[int, tuple[int, float, dict[int, float]]] = {}
+    for number, turn in enumerate(turns):
+        path += turn["node"]["observation"]
+        for place, alternatives in enumerate(told.get(number, [])):
+            token = turn["token_ids"][place]
+            sampled[len(path) + place] = (token, turn["logprobs"][place], alternatives)
+        path += turn["token_ids"]
+    before = logits(folder, path)
+    worst, whole = 0.0, 0
+    for at, (token, logprob, alternatives) in sampled.items():
+        allowed = {one: value for one, value in alternatives.items() if value > IMPOSSIBLE}
+        held = {one: float(before[at - 1][one]) + float(bias.get(str(one), 0)) for one in allowed}
+        mass = math.log(sum(math.exp(value) for value in allowed.values()))
+        least = max(held.values())
+        norm = least + math.log(sum(math.exp(value - least) for value in held.values())) - mass
+        worst = max(worst, abs(logprob - (held[token] - norm)))
+        if len(allowed) < LIKELIEST:
+            whole += 1
+            assert abs(mass) < TOLERANCE, "these are all, so they share the whole probability"
+    assert whole > len(told), "at many places the grammar allows few tokens"
+    return worst

@@ -80,6 +80,8 @@ async def test_what_is_prepared_changes_nothing_before_it_is_loaded(
     before, listener = engine.loaded, Told()
     running = asyncio.create_task(engine.generate(long(), listener))
     await listener.some()
+    await engine.llm.collective_rpc("rg_prepare", args=(str(folders[2]),))
+    assert await engine.llm.collective_rpc("rg_prepared", args=(60.0,)) == [""], "a load is helped along by waiting"
     await engine.prepare(1, folders[1])
     assert engine.loaded == before
     assert await told(engine, models[0]) <= 1e-4

@@ -55,11 +55,12 @@ CLOSE_S = 1.0
 class Refresh(NamedTuple):
     """Seconds of the last load of other weights.
 
-    `prepared_s`: beside generation; `drained_s`: until the steps that ran had ended, whose tokens count; `paused_s`:
+    `prepared_s`: beside generation, which made room for `helped_s` of it; `drained_s`: until the steps that ran had ended, whose tokens count; `paused_s`:
     then nothing was generated, in which there is the exchange of what was prepared, or vLLM's own load, and the proof.
     """
 
     prepared_s: float
+    helped_s: float
     drained_s: float
     paused_s: float
     load_s: float
@@ -302,9 +303,8 @@ class VllmEngine:
         self.flights.applied(version)
         self._loaded = found
         ended = time.monotonic()
-        self.last_refresh = Refresh(
-            self._spare.filled_s if beside else 0.0, still - begun, ended - still, loaded - still, ended - proving
-        )
+        prepared_s, helped_s = (self._spare.filled_s, self._spare.helped_s) if beside else (0.0, 0.0)
+        self.last_refresh = Refresh(prepared_s, helped_s, still - begun, ended - still, loaded - still, ended - proving)
 
     async def _label(self, version: int) -> Loaded:
         """Fingerprint on the paused engine, then the label every later token carries."""

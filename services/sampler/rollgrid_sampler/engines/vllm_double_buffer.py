@@ -60,10 +60,12 @@ class DoubleBuffer:
         self._loading = threading.Thread(target=self._load, args=(folder, before), name="spare-weights", daemon=True)
         self._loading.start()
 
-    def outcome(self) -> str | None:
-        """None while it loads; then what went wrong, "" if nothing did."""
+    def outcome(self, wait_s: float = 0.0) -> str | None:
+        """None while it loads; then what went wrong, "" if nothing did.  Waits so long for it."""
         if self._loading is None:
             return "nothing was loaded"
+        if wait_s:
+            self._loading.join(wait_s)
         return None if self._loading.is_alive() else (self._error or "")
 
     def exchange(self) -> None:

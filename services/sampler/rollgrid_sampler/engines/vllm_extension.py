@@ -52,10 +52,10 @@ class WeightsExtension:
         assert self._rg_spare is not None
         self._rg_spare.load(folder)
 
-    def rg_prepared(self) -> str | None:
-        """None while it loads; then what went wrong, "" if nothing did."""
+    def rg_prepared(self, wait_s: float = 0.0) -> str | None:
+        """None while it loads; then what went wrong, "" if nothing did.  Generation stands still for `wait_s` at most."""
         assert self._rg_spare is not None
-        outcome = self._rg_spare.outcome()
+        outcome = self._rg_spare.outcome(wait_s)
         if outcome:
             self._rg_spare = None  # half loaded: the next time one is made anew
         return outcome

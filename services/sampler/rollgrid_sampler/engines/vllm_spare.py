@@ -17,6 +17,10 @@ from rollgrid_sampler.settings import SamplerSettings
 log = get_logger(__name__)
 FIRST_LOOK_S, LAST_LOOK_S = 0.005, 0.25
 """A load is asked after so soon and, at last, so seldom: each question comes between two steps."""
+BESIDE_S = 2.0
+"""A load that generation leaves no core for is helped along after so long: generation makes room for it,"""
+HELP_S = 0.05
+"""so long between any two steps."""
 
 
 class SpareWeights:
@@ -27,7 +31,8 @@ class SpareWeights:
         self._filled: tuple[int, Path] | None = None
         self.made = False
         self.filled_s = 0.0
-        """What the last load took."""
+        """What the last load took, and for how much of it generation made room."""
+        self.helped_s = 0.0
 
     async def make(self, llm: Any) -> None:
         """Where they are wanted and the model is made for them."""
@@ -45,19 +50,22 @@ class SpareWeights:
         """
         if not self.made or self._filled == (version, folder):
             return
-        self._filled, begun, look_s = None, time.monotonic(), FIRST_LOOK_S
+        self._filled, self.helped_s, begun, look_s = None, 0.0, time.monotonic(), FIRST_LOOK_S
         async with asyncio.timeout(self._settings.start_timeout_s):
             await llm.collective_rpc("rg_prepare", args=(str(folder),))
-            while None in (outcomes := await self._outcomes(llm)):
+            while None in (outcomes := await self._outcomes(llm, 0.0)) and time.monotonic() - begun < BESIDE_S:
                 await asyncio.sleep(look_s)
                 look_s = min(1.5 * look_s, LAST_LOOK_S)
+            while None in outcomes:
+                outcomes = await self._outcomes(llm, HELP_S)
+                self.helped_s += HELP_S
         if wrong := [one for one in outcomes if one]:
             raise RuntimeError(f"not loaded: {wrong[0]}")
         self._filled, self.filled_s = (version, folder), time.monotonic() - begun
 
-    async def _outcomes(self, llm: Any) -> list[str | None]:
+    async def _outcomes(self, llm: Any, wait_s: float) -> list[str | None]:
         async with asyncio.timeout(self._settings.engine_timeout_s):
-            found: list[str | None] = await llm.collective_rpc("rg_prepared")
+            found: list[str | None] = await llm.collective_rpc("rg_prepared", args=(wait_s,))
         return found
 
     def take(self) -> bool:
