@@ -14,7 +14,9 @@ scratch=$(mktemp -d)
 mkdir "$scratch/claims"
 pids=()
 lane() { # name, arguments
-    exec "${VENV:-.venv}/bin/python" -m pytest -p tests.lanes --lane "$1" --claims "$scratch/claims" "${@:2}" </dev/null
+    # with `=`, and the settings named: a path among the arguments would move pytest's root, and its settings with it
+    exec "${VENV:-.venv}/bin/python" -m pytest -c pyproject.toml -p tests.lanes \
+        "--lane=$1" "--claims=$scratch/claims" "${@:2}" </dev/null
 }
 beside() {
     (lane "$@") >"$scratch/$1" 2>&1 &

@@ -1,6 +1,6 @@
 """The lanes of scripts/test.sh: processes side by side that share the tests, so that none is idle while another works.
 
-`pytest -p tests.lanes --lane faults --claims FOLDER`.  A lane runs the tests that are its alone (the engine's, those that
+`pytest -p tests.lanes --lane=faults --claims=FOLDER`.  A lane runs the tests that are its alone (the engine's, those that
 kill servers and cut the power), then takes from those that are anybody's, a module or a folder with a package-scoped
 fixture at a time: whoever makes the file in FOLDER has it.  Each test runs in exactly one lane.
 """
