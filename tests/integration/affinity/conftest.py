@@ -12,7 +12,7 @@ from tests.support.tiny_models import TinyModel
 NAMES = {f"sampler-{number}": f"w{number}" for number in range(3)}
 """Processes, and the workers that they are, also when they come back."""
 
-ENGINES_MODEL = TinyModel(context=2048)
+ENGINES_MODEL = TinyModel(context=8192)
 BLOCK = 32
 """Tokens per KV block of the engines."""
 

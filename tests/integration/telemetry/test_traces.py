@@ -84,7 +84,8 @@ def check_chain(spans: list[Received]) -> dict[str, Received]:
     starts = [named[name].start for name in steps]
     assert starts == sorted(starts)
     assert named["queue jobs"].end <= named["generate sample"].start
-    assert named["generate sample"].end <= named["publish samples"].end <= named["score samples"].end
+    assert named["generate sample"].end <= named["publish samples"].end
+    assert named["publish samples"].start <= named["score samples"].start  # its end, the ack, may come after the score
     first_token = named["generate sample"].events["first_token"]
     assert named["generate sample"].start <= first_token <= named["generate sample"].end
     return named
