@@ -17,7 +17,7 @@ from rollgrid_sampler.settings import SamplerSettings
 log = get_logger(__name__)
 FIRST_LOOK_S, LAST_LOOK_S = 0.005, 0.25
 """A load is asked after so soon and, at last, so seldom: each question comes between two steps."""
-BESIDE_S = 2.0
+BESIDE_S = 30.0
 """A load that generation leaves no core for is helped along after so long: generation makes room for it,"""
 HELP_S = 0.05
 """so long between any two steps."""
