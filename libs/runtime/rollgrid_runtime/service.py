@@ -77,8 +77,7 @@ async def connections(
 
 def run_service(service: Service, settings: ServiceSettings) -> int:
     """Run to the end; the process's exit code (0 after a drain, 1 after a failure)."""
-    gc.freeze()
-    gc.enable()
+    gc.freeze()  # what was imported
     configure_logging(service.name, settings.log_level, settings.log_format, settings.instance)
     _begin_traces(service.name, settings)
     disable_created_metrics()  # a third of all series, and nobody reads them

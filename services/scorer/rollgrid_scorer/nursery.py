@@ -24,6 +24,7 @@ import time
 from typing import Any
 
 import msgspec
+from rollgrid_runtime.imports import nothing_collected
 
 from . import watch
 from .calls import LOADING, MAX_DETAIL, REPORTING, Call, Cell, ItemResult, Results, frame, receive
@@ -51,14 +52,13 @@ def main() -> None:
     descriptor, parent, memory_mb, network, *extra = sys.argv[1:]
     die_with_parent(int(parent))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    gc.disable()  # what is imported is kept: to look for garbage in it takes a fifth of the time
     with socket.socket(fileno=int(descriptor)) as door:
-        registry = Registry(extra)
-        for target in BUILT_IN.values():
-            importlib.import_module(target.partition(":")[0])
+        with nothing_collected():
+            registry = Registry(extra)
+            for target in BUILT_IN.values():
+                importlib.import_module(target.partition(":")[0])
         gc.collect()
         gc.freeze()
-        gc.enable()
         door.send(b"ready")
         _serve_door(door, registry, int(memory_mb), network == WATCHED)
 

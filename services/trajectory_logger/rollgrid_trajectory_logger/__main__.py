@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import gc
 import sys
+
+from rollgrid_runtime.imports import nothing_collected
 
 
 def main() -> int:
-    gc.disable()  # imports are kept for good: to look for garbage in them is a fifth of the start (`run_service` enables)
-    from rollgrid_runtime.service import run_service
+    with nothing_collected():
+        from rollgrid_runtime.service import run_service
 
-    from .service import TrajectoryLogger
-    from .settings import TrajectoryLoggerSettings
+        from .service import TrajectoryLogger
+        from .settings import TrajectoryLoggerSettings
 
     settings = TrajectoryLoggerSettings()
     return run_service(TrajectoryLogger(settings), settings)

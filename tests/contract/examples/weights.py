@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from msgspec.structs import replace
 from rollgrid_contracts.checkpoints import (
     AdapterInfo,
     AdoptedVersion,
@@ -30,6 +31,19 @@ from rollgrid_contracts.fleet import (
 
 from .parts import (
     BATCH,
+)
+
+SMOL = PolicyState(
+    tenant="acme",
+    policy="smol",
+    pool="pabc",
+    base="SmolLM2-135M-Instruct",
+    base_digest="dd" * 32,
+    tokenizer_prefix="tokenizers/ee/",
+    tokenizer_digest="ee" * 32,
+    max_model_len=2048,
+    vocab_size=49152,
+    dtype="float32",
 )
 
 WEIGHTS: dict[str, Any] = {
@@ -65,17 +79,8 @@ WEIGHTS: dict[str, Any] = {
     "checkpoint_published": CheckpointPublished(
         tenant="acme", policy="smol", version=4, manifest_key="checkpoints/acme/smol/4/manifest.json"
     ),
-    "policy_state": PolicyState(
-        tenant="acme",
-        policy="smol",
-        pool="pabc",
-        base="SmolLM2-135M-Instruct",
-        base_digest="dd" * 32,
-        tokenizer_prefix="tokenizers/ee/",
-        tokenizer_digest="ee" * 32,
-        max_model_len=2048,
-        vocab_size=49152,
-        dtype="float32",
+    "policy_state": replace(
+        SMOL,
         eos_token_ids=(2,),
         aliases=("smol-latest",),
         kind=CheckpointKind.LORA,
@@ -138,17 +143,8 @@ WEIGHTS: dict[str, Any] = {
         files=(FileInfo(name="model-2.safetensors", size=10, sha256="bb" * 32),),
         tensors=(TensorInfo(name="lm_head.weight", dtype="BF16", shape=(2, 3), sha256="cc" * 32),),
     ),
-    "policy_state.rollout": PolicyState(
-        tenant="acme",
-        policy="smol",
-        pool="pabc",
-        base="SmolLM2-135M-Instruct",
-        base_digest="dd" * 32,
-        tokenizer_prefix="tokenizers/ee/",
-        tokenizer_digest="ee" * 32,
-        max_model_len=2048,
-        vocab_size=49152,
-        dtype="float32",
+    "policy_state.rollout": replace(
+        SMOL,
         versions=(
             AdoptedVersion(
                 version=4,
@@ -177,17 +173,8 @@ WEIGHTS: dict[str, Any] = {
         newest_at=1.5,
         refresh_due=61.5,
     ),
-    "policy_state.rolling_back": PolicyState(
-        tenant="acme",
-        policy="smol",
-        pool="pabc",
-        base="SmolLM2-135M-Instruct",
-        base_digest="dd" * 32,
-        tokenizer_prefix="tokenizers/ee/",
-        tokenizer_digest="ee" * 32,
-        max_model_len=2048,
-        vocab_size=49152,
-        dtype="float32",
+    "policy_state.rolling_back": replace(
+        SMOL,
         rollout=Rollout(
             version=4,
             previous=3,
@@ -199,30 +186,12 @@ WEIGHTS: dict[str, Any] = {
             ),
         ),
     ),
-    "policy_state.collecting": PolicyState(
-        tenant="acme",
-        policy="smol",
-        pool="pabc",
-        base="SmolLM2-135M-Instruct",
-        base_digest="dd" * 32,
-        tokenizer_prefix="tokenizers/ee/",
-        tokenizer_digest="ee" * 32,
-        max_model_len=2048,
-        vocab_size=49152,
-        dtype="float32",
+    "policy_state.collecting": replace(
+        SMOL,
         versions=(AdoptedVersion(version=4, prefix="checkpoints/acme/smol/4/ab/", going=True),),
     ),
-    "policy_state.rewound": PolicyState(
-        tenant="acme",
-        policy="smol",
-        pool="pabc",
-        base="SmolLM2-135M-Instruct",
-        base_digest="dd" * 32,
-        tokenizer_prefix="tokenizers/ee/",
-        tokenizer_digest="ee" * 32,
-        max_model_len=2048,
-        vocab_size=49152,
-        dtype="float32",
+    "policy_state.rewound": replace(
+        SMOL,
         versions=(AdoptedVersion(version=5, prefix="checkpoints/acme/smol/5/ab/", step=3, rewinds=4),),
     ),
     "fingerprint": Fingerprint(fingerprint="12" * 32, cold=True, worker="w-1", taken_at=1.5),

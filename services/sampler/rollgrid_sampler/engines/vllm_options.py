@@ -7,7 +7,6 @@ frontend's cost, so vLLM only does it where it must find stop strings.
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import json
 import os
@@ -16,6 +15,7 @@ from typing import Any
 
 from rollgrid_contracts.failures import ErrorCode
 from rollgrid_contracts.jobs import SamplingParams
+from rollgrid_runtime.imports import nothing_collected
 
 from rollgrid_sampler.settings import SamplerSettings
 
@@ -43,12 +43,9 @@ def set_environment(settings: SamplerSettings) -> None:
 
 def build(settings: SamplerSettings, folder: Path, extension: str = EXTENSION) -> Any:
     """An AsyncLLM; blocks until its engine core answers."""
-    gc.disable()  # imports are kept for good: to look for garbage in them is a sixth of these 7 s
-    try:
+    with nothing_collected():
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
-    finally:
-        gc.enable()
 
     options = engine_options(settings, folder) | {"worker_extension_cls": extension}
     return AsyncLLM.from_engine_args(AsyncEngineArgs(**options))
