@@ -1,6 +1,6 @@
 """The process that forks workers, and what a worker does.
 
-Importing the built-in verifiers takes most of a second, a fork of a process that has them a few
+Importing the built-in verifiers takes over a second, a fork of a process that has them a few
 milliseconds: verifiers that crash cost little.  The nursery is single-threaded, runs no user code,
 sees no secrets in its environment and dies with the scorer; workers die with the nursery.
 

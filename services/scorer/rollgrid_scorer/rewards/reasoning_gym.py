@@ -14,14 +14,10 @@ from functools import lru_cache
 from typing import Any
 
 import msgspec
-
-from rollgrid_scorer.without_plots import plots_hidden
+import reasoning_gym
 
 from .base import ScoreInput, TaskError, Verdict
 from .extraction import extract, extract_mode
-
-with plots_hidden():
-    import reasoning_gym
 
 _COMPARES_TUPLES = frozenset({"arc_agi", "rearc"})
 """Datasets that compare grids of tuples: on the wire they have become lists."""
