@@ -281,9 +281,14 @@ REFUSED_NAME = "refused.json"
 """Beside the manifest of a version that was refused: the `ErrorInfo` that says why, as JSON."""
 
 
+def policy_root(tenant: str, policy: str) -> str:
+    """Below it lies all that is published for a policy."""
+    return f"checkpoints/{tenant}/{policy}/"
+
+
 def version_root(tenant: str, policy: str, version: int) -> str:
     """S3 prefix of one version: its manifest lies right below it, its files below the manifest's `prefix`."""
-    return f"checkpoints/{tenant}/{policy}/{version}/"
+    return f"{policy_root(tenant, policy)}{version}/"
 
 
 UPLOAD_NAME = "upload.json"
@@ -291,4 +296,4 @@ UPLOAD_NAME = "upload.json"
 
 def upload_root(tenant: str, policy: str, upload: str) -> str:
     """S3 prefix of one upload that is not committed: `upload.json`, `shards/<rank>.json`, `files/…`."""
-    return f"checkpoints/{tenant}/{policy}/uploads/{upload}/"
+    return f"{policy_root(tenant, policy)}uploads/{upload}/"

@@ -14,6 +14,7 @@ from rollgrid_contracts.checkpoints import (
     AdoptedVersion,
     PolicyState,
     Upload,
+    policy_root,
     upload_root,
     version_root,
 )
@@ -48,7 +49,7 @@ class Collector:
     async def collect(self, key: str) -> None:
         """One round of a policy.  Raises BusError, StorageError; `not_found` when there is no such policy."""
         await self._pins.drop_ended(key)
-        objects = await self._blobs.objects("checkpoints/{}/{}/".format(*key.split(".", 1)))
+        objects = await self._blobs.objects(policy_root(*key.split(".", 1)))
         await self._relist(key, objects)
         needed = await self._needed(key)
         await change(self._table, key, lambda now: retention.marked(now, needed, self._keep))

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from rollgrid_contracts.checkpoints import PolicyState, RolloutRequest
+from rollgrid_contracts.checkpoints import PolicyState, RolloutRequest, policy_root
 from rollgrid_runtime.blobs import Blobs
 from rollgrid_runtime.errors import RollgridError
 from rollgrid_runtime.kv import Table
@@ -66,7 +66,7 @@ class Handler:
             return
         state = await self.progress.advance(key)
         metrics.state(key, state)
-        keys = await self._blobs.keys(f"checkpoints/{state.tenant}/{state.policy}/")
+        keys = await self._blobs.keys(policy_root(state.tenant, state.policy))
         for version in plan.open_versions(state, plan.stored(state.tenant, state.policy, keys)):
             with bound(tenant=state.tenant, policy=state.policy, version=str(version)):
                 state = await self._decide(key, state, model, version)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rollgrid_contracts import ids
-from rollgrid_contracts.checkpoints import PolicyState, TensorInfo
+from rollgrid_contracts.checkpoints import PolicyState, TensorInfo, policy_root
 from rollgrid_contracts.failures import Boundary, ErrorCode
 from rollgrid_rendering.files import folder_digest, tokenizer_files
 from rollgrid_runtime.blobs import Blobs
@@ -101,7 +101,7 @@ async def register(table: Table[PolicyState], blobs: Blobs, model: LocalModel) -
         existing = found.value if found is not None else None
         versions_exist = False
         if existing is not None and existing.base_digest != state.base_digest:
-            keys = await blobs.keys(f"checkpoints/{state.tenant}/{state.policy}/")
+            keys = await blobs.keys(policy_root(state.tenant, state.policy))
             versions_exist = bool(plan.stored(state.tenant, state.policy, keys).published)
         wanted = plan.merge(existing, state, versions_exist=versions_exist)
         if wanted == existing:

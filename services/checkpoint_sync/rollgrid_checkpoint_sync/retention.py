@@ -19,7 +19,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping
 
 import msgspec
-from rollgrid_contracts.checkpoints import MANIFEST_NAME, REFUSED_NAME, AdoptedVersion, PolicyState
+from rollgrid_contracts.checkpoints import MANIFEST_NAME, REFUSED_NAME, AdoptedVersion, PolicyState, policy_root
 from rollgrid_runtime.blobs import StoredObject
 
 from . import plan
@@ -91,7 +91,7 @@ def deletions(
     """
     if predates(state):
         return []
-    root = f"checkpoints/{state.tenant}/{state.policy}/"
+    root = policy_root(state.tenant, state.policy)
     found = plan.stored(state.tenant, state.policy, (one.key for one in objects))
     last_write = _last_writes(root, objects)
     manifests: list[StoredObject] = []

@@ -14,6 +14,7 @@ from rollgrid_contracts.checkpoints import (
     CheckpointManifest,
     PolicyState,
     TensorInfo,
+    policy_root,
     version_root,
 )
 from rollgrid_contracts.failures import Boundary, ErrorCode
@@ -72,9 +73,10 @@ async def verify(
         check_manifest(manifest)
         _check_base(manifest, state)
         prefix = _prefix(manifest, version_root(state.tenant, state.policy, version))
-        present = frozenset(await blobs.keys(f"checkpoints/{state.tenant}/{state.policy}/"))
+        delta = manifest.kind is CheckpointKind.DELTA
+        present = frozenset(await blobs.keys(policy_root(state.tenant, state.policy) if delta else prefix))
         _check_present(present, manifest, prefix)
-        if manifest.kind is CheckpointKind.DELTA:
+        if delta:
             await states.check_chain(state, known, present)
             tensors = await _validate_rebuilt(state, model, known, states)
         else:

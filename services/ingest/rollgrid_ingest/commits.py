@@ -27,6 +27,7 @@ from rollgrid_contracts.checkpoints import (
     RolloutRequest,
     Upload,
     UploadShard,
+    policy_root,
     version_root,
 )
 from rollgrid_contracts.failures import Boundary, ErrorCode
@@ -87,7 +88,7 @@ class Commits:
 
     async def _listed(self, upload: Upload) -> tuple[set[int], set[int]]:
         """Versions that exist, and those below which this upload has put files."""
-        root = f"checkpoints/{upload.tenant}/{upload.policy}/"
+        root = policy_root(upload.tenant, upload.policy)
         published: set[int] = set()
         own: set[int] = set()
         for key in await self._blobs.keys(root):
